@@ -1,0 +1,148 @@
+"""What flows through a round, and the three protocols: `Target`, `Drafter`, `Rule`.
+
+Dimension letters: B row (a sequence of the batch), N node of a draft, G draft depth, T query, S slot,
+Q query head, K kv head, H head size, D model width, V vocabulary. n is the number of committed tokens
+of a row; before a round the target's cache holds n - 1 rows, and the last committed token is the root.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import flax.struct
+import jax
+
+from specjax.cache import KVCache
+from specjax.sampling import Settings
+from specjax.tree import TokenTree
+
+Array = jax.Array
+Weights = Any
+State = Any
+
+ProposalKind = Literal["deterministic", "sampled"]
+
+
+@flax.struct.dataclass
+class ModelOutput:
+  """Result of one forward over T tokens a row."""
+
+  logits: Array | None  # float32 [B, T, V]
+  cache: KVCache  # with the T scratch rows; length unchanged
+  taps: Array | None = None  # [B, T, number of taps, D]
+  hidden: Array | None = None  # [B, T, D]
+
+
+@flax.struct.dataclass
+class DraftContext:
+  """What a drafter may look at. Every leaf has the row as axis 0."""
+
+  tokens: Array  # int32 [B, C], committed tokens, then anything
+  length: Array  # int32 [B], n
+  root: Array  # int32 [B], the last committed token
+  active: Array  # bool [B]; what is proposed for other rows is ignored
+  settings: Settings
+
+
+@flax.struct.dataclass
+class Proposal:
+  """A drafted tree.
+
+  Attributes:
+    tokens: int32 ``[B, N]``, node 0 is the root.
+    valid: bool ``[B, N]``; an invalid node was not proposed, and neither is anything below it.
+    q: float32 ``[B, N, V]``, the distribution the children of node i were drawn from, after all
+      processing, over the target's vocabulary; None when the kind is deterministic. A leaf's row is
+      never read, so an array of the non-leaf nodes of a chain, ``[B, N - 1, V]``, will do.
+    tree: the topology.
+    kind: ``deterministic``: the tokens are a function of committed tokens (q is a point mass).
+      ``sampled``: each child was drawn from q with its own noise.
+  """
+
+  tokens: Array
+  valid: Array
+  q: Array | None
+  tree: TokenTree = flax.struct.field(pytree_node=False)
+  kind: ProposalKind = flax.struct.field(pytree_node=False)
+
+
+@flax.struct.dataclass
+class Verdict:
+  """What a rule decided for each row.
+
+  Attributes:
+    path: int32 ``[B, G + 1]``, accepted nodes, root first; entries past ``accepted`` are 0.
+    accepted: int32 ``[B]``, drafts accepted, 0 … G.
+    next_token: int32 ``[B]``, the replacement for the first rejected draft, or the bonus token.
+    overlap: float32 ``[B]``, Σ over judged positions of Σ_x min(p, q), the expected acceptance there;
+      0 where q is not known.
+    judged: int32 ``[B]``, positions in that sum.
+  """
+
+  path: Array
+  accepted: Array
+  next_token: Array
+  overlap: Array
+  judged: Array
+
+
+@runtime_checkable
+class Target(Protocol):
+  """A model as the loop sees it: a pytree of weights that is called. See `models.Decoder.__call__`."""
+
+  def init_cache(self, batch: int, slots: int) -> KVCache: ...
+
+  def __call__(self, tokens: Array, cache: KVCache, **kwargs: Any) -> ModelOutput: ...
+
+
+class Drafter(Protocol):
+  """A way to propose. Static and hashable; weights and state are pytrees it alone understands.
+
+  Attributes:
+    tree: the topology it proposes.
+    kind: of its proposals.
+    taps: layers of the target whose input it wants to see in `prefill` and `extend`.
+  """
+
+  tree: TokenTree
+  kind: ProposalKind
+  taps: tuple[int, ...]
+
+  def init(self, weights: Weights, batch: int, slots: int) -> State:
+    """An empty state for ``batch`` rows and sequences that fit ``slots``; row is axis 0 of every leaf."""
+
+  def prefill(self, weights: Weights, state: State, tokens: Array, taps: Array | None, valid: Array) -> State:
+    """A chunk of the prompts: ``tokens [B, T]`` at positions ``length … length + T`` of each row.
+
+    ``valid [B, T]`` marks what belongs to the row (a prefix of it). The last prompt token, the first
+    root, never comes through here.
+    """
+
+  def propose(
+    self, weights: Weights, state: State, context: DraftContext, target_cache: KVCache
+  ) -> tuple[Proposal, State, KVCache]:
+    """Drafts behind ``context.root``. May use scratch rows of the target's cache and hands it back."""
+
+  def extend(
+    self, weights: Weights, state: State, tokens: Array, taps: Array | None, valid: Array
+  ) -> State:
+    """What the target now has rows for: root and accepted drafts, ``[B, G + 1]``, with their taps."""
+
+
+class Rule(Protocol):
+  """An acceptance rule: static, hashable, a pure function of arrays.
+
+  Attributes:
+    name: as in flags and results.
+    lossless: the output keeps the target's law.
+    kinds: proposal kinds it takes.
+    needs: ``argmax``: it is given the most likely token of each node, int32 ``[B, N]``, and every
+      row must be greedy. ``probs``: the processed distribution, float32 ``[B, N, V]``.
+  """
+
+  name: str
+  lossless: bool
+  kinds: frozenset[str]
+  needs: Literal["argmax", "probs"]
+
+  def __call__(self, target: Array, proposal: Proposal, settings: Settings, length: Array) -> Verdict: ...

@@ -1,0 +1,1 @@
+"""Kernels behind one function each; they import jax only."""
