@@ -123,9 +123,7 @@ class Drafter(Protocol):
   ) -> tuple[Proposal, State, KVCache]:
     """Drafts behind ``context.root``. May use scratch rows of the target's cache and hands it back."""
 
-  def extend(
-    self, weights: Weights, state: State, tokens: Array, taps: Array | None, valid: Array
-  ) -> State:
+  def extend(self, weights: Weights, state: State, tokens: Array, taps: Array | None, valid: Array) -> State:
     """What the target now has rows for: root and accepted drafts, ``[B, G + 1]``, with their taps."""
 
 

@@ -73,7 +73,9 @@ class Settings:
         raise ValueError(f"{name} has shape {array.shape}; it must be a number or have {batch} rows")
       bad = ~((array >= low) & (array <= high))  # NaN fails both comparisons
       if bad.any():
-        raise ValueError(f"{name} = {array[bad].flat[0] if array.ndim else value}; it must be in [{low}, {high}]")
+        raise ValueError(
+          f"{name} = {array[bad].flat[0] if array.ndim else value}; it must be in [{low}, {high}]"
+        )
       return jnp.asarray(np.broadcast_to(array.astype(dtype), (batch,)))
 
     return cls(
@@ -136,7 +138,9 @@ def _truncate(z: Array, weights: Array, settings: Settings) -> Array:
   # z <= 0, so the bits of |z| order tokens from likely to unlikely.
   keys = jax.lax.bitcast_convert_type(jnp.abs(z), jnp.int32)
   top_k = jnp.where(settings.top_k == 0, z.shape[-1], settings.top_k)[:, None]
-  last = _threshold(keys, lambda kept: jnp.sum(kept, axis=-1, dtype=jnp.int32) >= jnp.minimum(top_k, z.shape[-1]))
+  last = _threshold(
+    keys, lambda kept: jnp.sum(kept, axis=-1, dtype=jnp.int32) >= jnp.minimum(top_k, z.shape[-1])
+  )
   weights = jnp.where(keys <= last[..., None], weights, 0.0)
   mass = settings.top_p[:, None] * jnp.sum(weights, axis=-1)
   last = _threshold(keys, lambda kept: jnp.sum(jnp.where(kept, weights, 0.0), axis=-1) >= mass)
@@ -162,7 +166,12 @@ def processed_probs(logits: Array, top: Array, settings: Settings) -> Array:
   weights = jnp.exp(z)
   truncated = (settings.top_k > 0) | (settings.top_p < 1.0) | (settings.min_p > 0.0)
   weights = jax.lax.cond(
-    jnp.any(truncated & ~settings.greedy), _truncate, lambda z, weights, settings: weights, z, weights, settings
+    jnp.any(truncated & ~settings.greedy),
+    _truncate,
+    lambda z, weights, settings: weights,
+    z,
+    weights,
+    settings,
   )
   probs = weights / jnp.sum(weights, axis=-1, keepdims=True)
   ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)

@@ -74,7 +74,8 @@ class DecoderConfig:
       raise ValueError(f"DecoderConfig.sliding_window = {self.sliding_window}; it must be at least 1 or None")
     if not 0 < self.num_real_tokens <= self.vocab_size:
       raise ValueError(
-        f"DecoderConfig.real_vocab_size = {self.real_vocab_size}; it must be in [1, vocab_size = {self.vocab_size}]"
+        f"DecoderConfig.real_vocab_size = {self.real_vocab_size}; "
+        f"it must be in [1, vocab_size = {self.vocab_size}]"
       )
 
   @property

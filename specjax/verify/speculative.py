@@ -36,7 +36,9 @@ class SpeculativeSampling:
 
   def __call__(self, target: Array, proposal: Proposal, settings: Settings, length: Array) -> Verdict:
     if not proposal.tree.is_chain:
-      raise ValueError(f"rule speculative_sampling takes chains, got a tree with parents {proposal.tree.parents}")
+      raise ValueError(
+        f"rule speculative_sampling takes chains, got a tree with parents {proposal.tree.parents}"
+      )
     batch, nodes = proposal.tokens.shape
     node_ids = jnp.arange(nodes)
     drafted = proposal.tokens[:, 1:]
@@ -49,7 +51,9 @@ class SpeculativeSampling:
       q_drafted = jnp.take_along_axis(q, drafted[..., None], axis=-1)[..., 0]
       shared = jnp.minimum(target[:, :-1], q).sum(axis=-1)
 
-    u = sampling.uniform(settings.seed, Purpose.ACCEPT, jnp.broadcast_to(length[:, None], (batch, nodes)), node_ids)
+    u = sampling.uniform(
+      settings.seed, Purpose.ACCEPT, jnp.broadcast_to(length[:, None], (batch, nodes)), node_ids
+    )
     accepts = (u[:, 1:] * q_drafted < p_drafted).astype(bool)
     accepts = jnp.concatenate([jnp.ones((batch, 1), bool), accepts], axis=1)
     node = deepest_accepted(accepts, proposal)

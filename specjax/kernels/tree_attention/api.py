@@ -59,7 +59,11 @@ def tree_attention(
     if ancestors.ndim == 2:
       ancestors = jnp.broadcast_to(ancestors, (batch, *ancestors.shape))
     if ancestors.shape[:2] != (batch, nodes):
-      raise ValueError(f"tree_attention: ancestors has shape {ancestors.shape}, expected ({batch}, {nodes}, W)")
+      raise ValueError(
+        f"tree_attention: ancestors has shape {ancestors.shape}, expected ({batch}, {nodes}, W)"
+      )
   if implementation not in IMPLEMENTATIONS:
-    raise ValueError(f"tree_attention: implementation = {implementation!r}; it must be one of {IMPLEMENTATIONS}")
+    raise ValueError(
+      f"tree_attention: implementation = {implementation!r}; it must be one of {IMPLEMENTATIONS}"
+    )
   return reference.attend(q, k, v, prefix_length, ancestors, sliding_window)

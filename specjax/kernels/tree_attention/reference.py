@@ -68,7 +68,9 @@ def attend(q, k, v, prefix_length, ancestors, sliding_window) -> tuple[Array, Ar
     seen = visible_slots(slot, prefix_length, ancestors, nodes)
     seen &= (slot >= i * block)[None, None, :]  # the last block may overlap the one before
     if sliding_window is not None:
-      seen &= slot_positions(slot, prefix_length, ancestors)[:, None, :] > position[:, :, None] - sliding_window
+      seen &= (
+        slot_positions(slot, prefix_length, ancestors)[:, None, :] > position[:, :, None] - sliding_window
+      )
     k_block = jax.lax.dynamic_slice_in_dim(k, start, block, axis=2)
     v_block = jax.lax.dynamic_slice_in_dim(v, start, block, axis=2)
     # A probability of 0 does not hide a NaN: values no node can see are replaced.
