@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.struct
@@ -26,6 +26,7 @@ from specjax import cache as kv
 from specjax import sampling
 from specjax.base import DraftContext, Drafter, Proposal, Rule, Target
 from specjax.sampling import Settings
+from specjax.tree import TokenTree
 
 Array = jax.Array
 
@@ -54,6 +55,8 @@ class DecodeConfig:
     prefill_widths: chunk widths of the prefill, ascending; each compiles once. The widest is the chunk
       of long prompts.
     implementation: of `kernels.tree_attention`.
+    plain_rounds: a round in which no row proposes anything runs the target over the roots alone. Worth a
+      second copy of the target in the program where a drafter often has nothing to say.
   """
 
   drafter: Drafter
@@ -62,6 +65,7 @@ class DecodeConfig:
   length_limit: int
   prefill_widths: tuple[int, ...] = (16, 64, 256)
   implementation: str = "auto"
+  plain_rounds: bool = False
 
   def __post_init__(self):
     if self.drafter.kind not in self.rule.kinds:
@@ -440,8 +444,32 @@ def _log(state, proposal, verdict, emitted) -> RoundLog:
 def decode_round(weights: Weights, state: DecodeState, config: DecodeConfig) -> DecodeState:
   """Draft, verify, accept: one target call for every active row."""
   proposal, state = draft_step(weights, state, config)
-  verification, state = verify_step(weights, state, proposal, config)
-  return accept_step(weights, state, proposal, verification, config)
+
+  def judge(state, proposal):
+    verification, state = verify_step(weights, state, proposal, config)
+    return accept_step(weights, state, proposal, verification, config)
+
+  if not config.plain_rounds or proposal.tree.num_nodes == 1:
+    return judge(state, proposal)
+  drafted = jnp.any(proposal.valid[:, 1:])
+  state = _run_if(drafted, lambda state: judge(state, proposal), state)
+  return _run_if(~drafted, lambda state: judge(state, _root_only(proposal)), state)
+
+
+def _root_only(proposal: Proposal) -> Proposal:
+  q = None if proposal.q is None else proposal.q[:, :1]
+  return proposal.replace(
+    tokens=proposal.tokens[:, :1], valid=proposal.valid[:, :1], q=q, tree=TokenTree.chain(0)
+  )
+
+
+def _run_if(condition: Array, step: Callable[[DecodeState], DecodeState], state: DecodeState) -> DecodeState:
+  """``step(state)`` if the condition holds: a loop of at most one turn.
+
+  A loop updates what it carries in place; `lax.cond` copies every cache its branches hand back.
+  """
+  run = lambda carry: (step(carry[0]), jnp.zeros((), bool))
+  return jax.lax.while_loop(lambda carry: carry[1], run, (state, condition))[0]
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")

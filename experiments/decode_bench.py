@@ -1,0 +1,251 @@
+"""What decoding costs, part by part, relative to plain decoding of one row.
+
+  python -m experiments.decode_bench [--quick] [--output=runs/cost]
+
+Everything runs in loops inside compiled programs, ``--rounds`` turns a call, so that no host work is
+timed. The cases of a part alternate pass by pass; figures are medians over the passes, ratios are taken
+within a pass, and the spread is their interquartile range. The parts:
+
+- floor: reading every parameter once (row sums of each array), against plain decoding;
+- nodes: the bare matrix products (all linear layers and the output head, nothing else) and the verify of
+  N nodes;
+- phases: draft, verify, accept with commit, and the whole round of the drafter;
+- slots: a round against the size of the buffer, same live tokens;
+- batch: a round against the number of rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+
+from experiments import flags as shared
+from experiments import loops, measure, results, runtime
+from specjax import decode
+
+PARTS = ("floor", "nodes", "phases", "slots", "batch")
+SELECTED = flags.DEFINE_list("parts", list(PARTS), "What to measure.")
+QUICK = flags.DEFINE_bool("quick", False, "Fewer passes, nodes, buffers and batches.")
+ROUNDS = flags.DEFINE_integer("rounds", 16, "Turns of the loop in each timed call.", 1)
+PASSES = flags.DEFINE_integer("passes", None, "Passes over the cases of a part. Default: 9, quick 3.", 1)
+LIVE = flags.DEFINE_integer("live", 100, "Tokens in each row before the first round.", 2)
+NODES = flags.DEFINE_list("nodes", None, "Widths to verify. Default: 1,2,4,8,16,32,64, quick 1,8.")
+SLOTS = flags.DEFINE_list("slots", None, "Buffer sizes. Default: 512,2048,8192, quick 512,8192.")
+BATCHES = flags.DEFINE_list("batches", None, "Numbers of rows. Default: 1,2,4,8, quick 1,4.")
+
+Case = Callable[[], Any]
+
+
+def _numbers(flag, full: Sequence[int], quick: Sequence[int]) -> list[int]:
+  if flag.value is None:
+    return list(quick if QUICK.value else full)
+  if not flag.value or not all(value.isdigit() and int(value) for value in flag.value):
+    raise ValueError(f"--{flag.name} = {','.join(flag.value)!r}; positive numbers are needed, e.g. 1,8")
+  return [int(value) for value in flag.value]
+
+
+class Bench:
+  """The model, and how cases are timed and stored."""
+
+  def __init__(self, job: runtime.Job, directory: results.RunDirectory | None):
+    self.job, self.directory = job, directory
+    self.passes = PASSES.value or (3 if QUICK.value else 9)
+    self.rounds = ROUNDS.value
+    self.compiles = 0
+    # Any text will do; a period of a few dozen tokens gives the drafter something to find.
+    self.prompt = [int(i) % job.target.config.num_real_tokens for i in 100 + np.arange(LIVE.value) % 37]
+
+  def measure(self, part: str, cases: dict[str, Case], turns: dict[str, int] | None = None) -> None:
+    """Times the cases alternately; the first one is what the others are relative to.
+
+    Args:
+      part: for the table.
+      cases: each call blocks until its work is done and returns the seconds it took.
+      turns: loop turns a call where they are not ``--rounds``.
+    """
+    with runtime.progress(f"{part}: compiling {len(cases)} case(s)"):
+      for case in cases.values():
+        case()
+        case()  # a carry that came back may lie on its device in another way and compile once more
+    compiles = measure.compile_count()
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    with runtime.progress(f"{part}: {self.passes} passes"):
+      for number in range(self.passes):
+        order = list(cases) if number % 2 else list(cases)[::-1]
+        for name in order:
+          seconds[name].append(cases[name]() / (turns or {}).get(name, self.rounds))
+    self.compiles += measure.compile_count() - compiles
+    base = np.array(seconds[next(iter(cases))])
+    lines = []
+    for name, samples in seconds.items():
+      ratios = np.array(samples) / base
+      low, high = np.percentile(ratios, [25, 75])
+      row = {
+        "part": part,
+        "case": name,
+        "ms": 1e3 * float(np.median(samples)),
+        "relative": float(np.median(ratios)),
+        "iqr": [float(low), float(high)],
+        "samples_ms": [1e3 * sample for sample in samples],
+      }
+      lines.append([name, f"{row['ms']:.2f}", f"{row['relative']:.3f}", f"{low:.3f} … {high:.3f}"])
+      if self.directory is not None:
+        self.directory.append(row)
+    results.table((part, "ms", "relative", "IQR"), lines)
+    print(flush=True)
+
+  def method(self, name: str, slots: int = 512) -> runtime.Method:
+    """A method whose buffer has this many slots."""
+    method = runtime.make_method(self.job, name, slots // 2)
+    limit = slots - method.config.drafter.tree.num_nodes
+    return runtime.make_method(self.job, name, limit)
+
+  def state(self, method: runtime.Method, batch: int = 1) -> decode.DecodeState:
+    """Rows that no stop id and no budget ends."""
+    prompts = [self.prompt] * batch
+    return decode.prefill(
+      method.weights,
+      method.config,
+      prompts,
+      settings=runtime.make_settings(batch),
+      max_new_tokens=method.config.length_limit,
+      mesh=self.job.mesh,
+    )
+
+  def rounds_case(self, method: runtime.Method, batch: int = 1) -> Case:
+    """Whole rounds of `decode.generate`, from the same prompt each time."""
+    box = [self.state(method, batch)]
+
+    def case() -> float:
+      box[0] = jax.block_until_ready(loops.rewind(box[0], len(self.prompt)))
+      start = time.perf_counter()
+      box[0] = jax.block_until_ready(decode.generate(method.weights, box[0], method.config, self.rounds))
+      return time.perf_counter() - start
+
+    return case
+
+  def loop_case(self, loop: Callable[..., Any], *args: Any) -> Case:
+    """``loop(carry, *rest, rounds)``; the carry is donated and comes back."""
+    carry, *rest = args
+    box = [carry]
+
+    def case() -> float:
+      start = time.perf_counter()
+      box[0] = jax.block_until_ready(loop(box[0], *rest, self.rounds))
+      return time.perf_counter() - start
+
+    return case
+
+
+def blocked(function: Callable[[], Any]) -> Case:
+  """A case that calls ``function`` once and waits for it."""
+
+  def case() -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(function())
+    return time.perf_counter() - start
+
+  return case
+
+
+def measure_floor(bench: Bench) -> None:
+  model = bench.job.target.model
+  read = functools.partial(loops.read_all, jax.tree.leaves(model))
+  plain = bench.rounds_case(bench.method("none"))
+  name = f"read {loops.parameter_bytes(model) / 1e6:.0f} MB"
+  bench.measure("floor", {name: blocked(read), "plain round": plain}, {name: 1})
+
+
+def measure_nodes(bench: Bench, widths: Sequence[int]) -> None:
+  model, plain = bench.job.target.model, bench.method("none")
+  cases = {"plain round": bench.rounds_case(plain)}
+  for nodes in widths:
+    inputs = loops.matmul_inputs(model, nodes)
+    cases[f"matrix products {nodes}"] = bench.loop_case(loops.matmuls, inputs, model)
+    verify = loops.verify_carry(bench.state(plain), nodes)
+    cases[f"verify {nodes}"] = bench.loop_case(loops.verify, verify, model)
+  bench.measure("nodes", cases)
+
+
+def measure_phases(bench: Bench) -> None:
+  method = bench.method(shared.DRAFTER.value)
+  nodes = method.config.drafter.tree.num_nodes
+  proposal, verification, state = loops.one_round(method, bench.state(method))
+  bench.measure(
+    f"phases, N = {nodes}",
+    {
+      "whole round": bench.rounds_case(method),
+      "draft": bench.loop_case(loops.draft, bench.state(method), method.weights, method.config),
+      "verify": bench.loop_case(
+        loops.verify, loops.verify_carry(bench.state(method), nodes), bench.job.target.model
+      ),
+      "accept and commit": bench.loop_case(
+        loops.accept, state, method.weights, proposal, verification, method.config
+      ),
+    },
+  )
+
+
+def measure_slots(bench: Bench, sizes: Sequence[int]) -> None:
+  for name in ("none", shared.DRAFTER.value):
+    cases = {f"{name}, {slots} slots": bench.rounds_case(bench.method(name, slots)) for slots in sizes}
+    bench.measure(f"slots, {LIVE.value} live", cases)
+
+
+def measure_batch(bench: Bench, batches: Sequence[int]) -> None:
+  methods = [bench.method(name) for name in ("none", shared.DRAFTER.value)]
+  cases = {
+    f"{method.name}, batch {batch}": bench.rounds_case(method, batch)
+    for method in methods
+    for batch in batches
+  }
+  bench.measure("batch", cases)
+
+
+def main(_: list[str]) -> None:
+  widths = _numbers(NODES, (1, 2, 4, 8, 16, 32, 64), (1, 8))
+  sizes = _numbers(SLOTS, (512, 2048, 8192), (512, 8192))
+  batches = _numbers(BATCHES, (1, 2, 4, 8), (1, 4))
+  room = LIVE.value + ROUNDS.value * max(shared.WINDOW.value or 0, max(runtime.DEFAULT_WINDOWS.values()) + 1)
+  if min(512, *sizes) < room:
+    raise ValueError(f"--live and --rounds may need {room} slots; the smallest buffer has {min(512, *sizes)}")
+  unknown = [part for part in SELECTED.value if part not in PARTS]
+  if unknown or not SELECTED.value:
+    raise ValueError(f"--parts = {','.join(SELECTED.value)!r}; possible: {','.join(PARTS)}")
+  if shared.DRAFTER.value == "none":
+    raise ValueError("--drafter = 'none': plain rounds are always measured; name a drafter")
+  directory = None
+  if shared.OUTPUT.value:
+    directory = results.RunDirectory(shared.OUTPUT.value, "decode_bench", [shared, sys.modules[__name__]])
+    if directory.rows:
+      raise ValueError(f"--output = {shared.OUTPUT.value!r} holds rows already; name a new directory")
+  bench = Bench(runtime.load_job([shared.DRAFTER.value]), directory)
+  measures = {
+    "floor": lambda: measure_floor(bench),
+    "nodes": lambda: measure_nodes(bench, widths),
+    "phases": lambda: measure_phases(bench),
+    "slots": lambda: measure_slots(bench, sizes),
+    "batch": lambda: measure_batch(bench, batches),
+  }
+  for part in PARTS:
+    if part in SELECTED.value:
+      measures[part]()
+  print(
+    f"ms a round (a read for the floor), medians of {bench.passes} passes; relative to the first case of "
+    f"the part; {bench.compiles} programs compiled while timing"
+  )
+  if directory is not None:
+    directory.finish(
+      model=bench.job.target.source, times=bench.job.times, compiles_while_timing=bench.compiles
+    )
+
+
+if __name__ == "__main__":
+  shared.run(main)

@@ -1,0 +1,179 @@
+"""The flags that all scripts share, their checks, and how a script is run.
+
+A wrong flag ends the script with one line, ``error: …``, and exit code 2, before anything long starts.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+
+from absl import app, flags, logging
+
+from specjax.drafters import DRAFTERS
+from specjax.sampling import MIN_TEMPERATURE
+from specjax.tree import MAX_NODES
+from specjax.verify import RULES
+
+FLAGS = flags.FLAGS
+
+MODEL = flags.DEFINE_string(
+  "model", "smollm2-135m", "Target model: a packaged name, hf:org/name, a model folder or a .gguf file."
+)
+DRAFT_MODEL = flags.DEFINE_string(
+  "draft_model", "", "Draft model of --drafter=two_model (or the weights of a drafter from outside)."
+)
+DRAFTER = flags.DEFINE_string(
+  "drafter", "prompt_lookup", f"One of {', '.join(DRAFTERS)}, or package.module:factory."
+)
+WINDOW = flags.DEFINE_integer(
+  "window",
+  None,
+  "Drafts a round. Default: 7 for prompt_lookup, 4 for two_model, the factory's own for others.",
+)
+RULE = flags.DEFINE_enum(
+  "rule",
+  "auto",
+  ["auto", *RULES],
+  "Acceptance rule. auto: greedy at temperature 0; otherwise draw_and_follow for deterministic drafts "
+  "and speculative_sampling for sampled ones.",
+)
+DRAFT_POLICY = flags.DEFINE_enum(
+  "draft_policy",
+  "auto",
+  ["auto", "sample", "argmax"],
+  "How two_model picks its drafts. auto: argmax at temperature 0, otherwise sample.",
+)
+SYNTHETIC_RATES = flags.DEFINE_list(
+  "synthetic_rates", ["0.7"], "Acceptance by depth of --rule=synthetic; the last one holds for deeper drafts."
+)
+TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0 is greedy.", 0.0, 1e4)
+TOP_K = flags.DEFINE_integer("top_k", 0, "Keep the k most likely tokens; 0 is off.", 0, 2**31 - 1)
+TOP_P = flags.DEFINE_float("top_p", 1.0, "Keep the most likely tokens with this mass; 1 is off.", 0.0, 1.0)
+MIN_P = flags.DEFINE_float("min_p", 0.0, "Drop tokens below this share of the best; 0 is off.", 0.0, 1.0)
+SEED = flags.DEFINE_integer("seed", 0, "Seed of the first row; row b of a batch has seed + b.", 0, 2**31)
+DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of the parameters.")
+MESH = flags.DEFINE_string("mesh", "", "Devices by axis, e.g. data:2,model:4; empty is one device.")
+MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Most new tokens a prompt.", 1)
+MAX_LENGTH = flags.DEFINE_integer(
+  "max_length",
+  None,
+  "Most tokens of a row, prompt included. Default: what the longest prompt needs, within the model's limit.",
+  2,
+)
+BATCH_SIZE = flags.DEFINE_integer("batch_size", 1, "Rows decoded together.", 1, 4096)
+WARMUP = flags.DEFINE_integer("warmup", 1, "Runs before the timed ones; compiling comes before them.", 0)
+REPEATS = flags.DEFINE_integer("repeats", 1, "Timed runs of each method, alternating; medians count.", 1)
+OUTPUT = flags.DEFINE_string("output", "", "Run directory for flags, versions, times and rows.")
+CHAT = flags.DEFINE_bool(
+  "chat", None, "Put prompts into the chat template. Default: if the tokenizer has one."
+)
+COMPILATION_CACHE = flags.DEFINE_string(
+  "compilation_cache",
+  "auto",
+  "Folder that keeps compiled programs between runs. auto: beside the downloaded models; empty: none.",
+)
+
+
+def _is_drafter(name: str) -> bool:
+  return name in DRAFTERS or re.fullmatch(r"[\w.]+:\w+", name) is not None
+
+
+def _rates(values: Sequence[str]) -> bool:
+  try:
+    return bool(values) and all(0.0 <= float(value) <= 1.0 for value in values)
+  except ValueError:
+    return False
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+  """``data:2,model:4`` → axes and sizes.
+
+  Raises:
+    ValueError: not of that form.
+  """
+  axes = {}
+  for part in text.split(",") if text else ():
+    name, _, size = part.partition(":")
+    if name not in ("data", "model") or name in axes or not re.fullmatch("[1-9][0-9]*", size):
+      raise ValueError(f"--mesh = {text!r}; it must look like data:2,model:4, with axes data and model")
+    axes[name] = int(size)
+  return axes
+
+
+def _mesh_ok(text: str) -> bool:
+  try:
+    parse_mesh(text)
+  except ValueError as error:
+    raise flags.ValidationError(str(error)) from None
+  return True
+
+
+def _consistent(values: dict) -> bool:
+  """Combinations of flags that make no sense; the message names both."""
+  drafter, rule, window = values["drafter"], values["rule"], values["window"]
+  if drafter == "two_model" and not values["draft_model"]:
+    raise flags.ValidationError("--drafter=two_model needs --draft_model")
+  if rule == "greedy" and values["temperature"] >= MIN_TEMPERATURE:
+    raise flags.ValidationError(f"--rule=greedy needs --temperature=0, got {values['temperature']:g}")
+  if window is not None and drafter in DRAFTERS and (window == 0) != (drafter == "none"):
+    raise flags.ValidationError(f"--window={window} does not fit --drafter={drafter}")
+  return True
+
+
+flags.register_validator(
+  "drafter", _is_drafter, f"it must be one of {', '.join(DRAFTERS)} or package.module:factory"
+)
+flags.register_validator(
+  "window", lambda w: w is None or 0 <= w < MAX_NODES, f"it must be in [0, {MAX_NODES - 1}]"
+)
+flags.register_validator("synthetic_rates", _rates, "it must be numbers in [0, 1], e.g. 0.8,0.6")
+flags.register_validator("mesh", _mesh_ok)
+flags.register_multi_flags_validator(["drafter", "draft_model", "rule", "temperature", "window"], _consistent)
+
+
+def parse(argv: Sequence[str]) -> list[str]:
+  """Parses a command line, program name first; a wrong flag ends the process with one line and code 2."""
+  try:
+    return FLAGS(argv)
+  except flags.Error as error:
+    sys.exit(_fail(error))
+
+
+def _fail(error: BaseException) -> int:
+  print("error: " + (" ".join(str(error).split()) or type(error).__name__), file=sys.stderr, flush=True)
+  return 2
+
+
+def guarded(
+  main: Callable[[list[str]], None], *, takes_arguments: bool = False
+) -> Callable[[list[str]], int]:
+  """``main`` as a function of the parsed command line that returns the exit code.
+
+  Invalid input (`ValueError`, `OSError`) becomes one line on standard error, not a traceback.
+
+  Args:
+    main: takes what the flags left of the command line, the program's name excluded.
+    takes_arguments: whether there may be anything left.
+  """
+
+  def checked(argv: list[str]) -> int:
+    try:
+      if len(argv) > 1 and not takes_arguments:
+        raise ValueError(f"unexpected argument {argv[1]!r}; values are given as --flag=value")
+      main(argv[1:])
+    except (ValueError, OSError) as error:
+      return _fail(error)
+    except KeyboardInterrupt:
+      print("interrupted", file=sys.stderr)
+      return 130
+    return 0
+
+  return checked
+
+
+def run(main: Callable[[list[str]], None], *, takes_arguments: bool = False) -> None:
+  """Runs a script and exits with its code; see `guarded`."""
+  logging.set_verbosity(logging.WARNING)  # JAX tells of every backend it does not find
+  app.run(guarded(main, takes_arguments=takes_arguments), flags_parser=parse)

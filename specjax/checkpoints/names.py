@@ -1,0 +1,66 @@
+"""Where each tensor of a checkpoint goes: one table a file format.
+
+The left side is the name in the file, the right side the path of a parameter in `Decoder`; ``{}`` is
+the layer. Which of the right-hand paths exist depends on the config (biases, q/k norms, head): the
+module decides, the table only names.
+"""
+
+from __future__ import annotations
+
+_HF = {
+  "model.embed_tokens.weight": "embed",
+  "model.layers.{}.input_layernorm.weight": "layers.{}.attention_norm.weight",
+  "model.layers.{}.self_attn.q_proj.weight": "layers.{}.attention.q.weight",
+  "model.layers.{}.self_attn.q_proj.bias": "layers.{}.attention.q.bias",
+  "model.layers.{}.self_attn.k_proj.weight": "layers.{}.attention.k.weight",
+  "model.layers.{}.self_attn.k_proj.bias": "layers.{}.attention.k.bias",
+  "model.layers.{}.self_attn.v_proj.weight": "layers.{}.attention.v.weight",
+  "model.layers.{}.self_attn.v_proj.bias": "layers.{}.attention.v.bias",
+  "model.layers.{}.self_attn.o_proj.weight": "layers.{}.attention.o.weight",
+  "model.layers.{}.self_attn.q_norm.weight": "layers.{}.attention.q_norm.weight",
+  "model.layers.{}.self_attn.k_norm.weight": "layers.{}.attention.k_norm.weight",
+  "model.layers.{}.post_attention_layernorm.weight": "layers.{}.ff_norm.weight",
+  "model.layers.{}.mlp.gate_proj.weight": "layers.{}.ff.gate.weight",
+  "model.layers.{}.mlp.up_proj.weight": "layers.{}.ff.up.weight",
+  "model.layers.{}.mlp.down_proj.weight": "layers.{}.ff.down.weight",
+  "model.norm.weight": "norm.weight",
+  "lm_head.weight": "head.weight",
+}
+
+_GGUF = {
+  "token_embd.weight": "embed",
+  "blk.{}.attn_norm.weight": "layers.{}.attention_norm.weight",
+  "blk.{}.attn_q.weight": "layers.{}.attention.q.weight",
+  "blk.{}.attn_q.bias": "layers.{}.attention.q.bias",
+  "blk.{}.attn_k.weight": "layers.{}.attention.k.weight",
+  "blk.{}.attn_k.bias": "layers.{}.attention.k.bias",
+  "blk.{}.attn_v.weight": "layers.{}.attention.v.weight",
+  "blk.{}.attn_v.bias": "layers.{}.attention.v.bias",
+  "blk.{}.attn_output.weight": "layers.{}.attention.o.weight",
+  "blk.{}.attn_q_norm.weight": "layers.{}.attention.q_norm.weight",
+  "blk.{}.attn_k_norm.weight": "layers.{}.attention.k_norm.weight",
+  "blk.{}.ffn_norm.weight": "layers.{}.ff_norm.weight",
+  "blk.{}.ffn_gate.weight": "layers.{}.ff.gate.weight",
+  "blk.{}.ffn_up.weight": "layers.{}.ff.up.weight",
+  "blk.{}.ffn_down.weight": "layers.{}.ff.down.weight",
+  "output_norm.weight": "norm.weight",
+  "output.weight": "head.weight",
+}
+
+
+def _expand(table: dict[str, str], num_layers: int) -> dict[str, str]:
+  names = {}
+  for name, path in table.items():
+    layers = range(num_layers) if "{}" in name else (0,)
+    names.update({path.format(i): name.format(i) for i in layers})
+  return names
+
+
+def hf_names(num_layers: int) -> dict[str, str]:
+  """Parameter path → tensor name in a Hugging Face file."""
+  return _expand(_HF, num_layers)
+
+
+def gguf_names(num_layers: int) -> dict[str, str]:
+  """Parameter path → tensor name in a GGUF file."""
+  return _expand(_GGUF, num_layers)

@@ -1,0 +1,168 @@
+"""Drafters whose drafts are known beforehand; they also record what the loop feeds them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from specjax import sampling
+from specjax.base import DraftContext, Proposal
+from specjax.sampling import Purpose
+from specjax.tree import TokenTree
+
+Array = jax.Array
+
+NOTHING = -1
+
+
+@flax.struct.dataclass
+class Record:
+  """What `prefill` and `extend` were given, in order: must equal the committed tokens but the last.
+
+  ``tokens [B, C]``, their first tap's first component ``taps [B, C]`` (0 without taps), how many
+  ``length [B]``, and proposals made ``rounds [B]``.
+  """
+
+  tokens: Array
+  taps: Array
+  length: Array
+  rounds: Array
+
+  @classmethod
+  def create(cls, batch: int, slots: int) -> Record:
+    zeros = lambda *shape, dtype=jnp.int32: jnp.zeros((batch, *shape), dtype)
+    return cls(zeros(slots), zeros(slots, dtype=jnp.float32), zeros(), zeros())
+
+  def append(self, tokens: Array, taps: Array | None, valid: Array) -> Record:
+    batch, slots = self.tokens.shape
+    at = jnp.where(valid, self.length[:, None] + jnp.cumsum(valid, axis=1) - 1, slots)
+    put = lambda buffer, new: buffer.at[jnp.arange(batch)[:, None], at].set(new, mode="drop")
+    first = jnp.zeros(tokens.shape) if taps is None else taps[:, :, 0, 0].astype(jnp.float32)
+    return self.replace(
+      tokens=put(self.tokens, tokens),
+      taps=put(self.taps, first),
+      length=self.length + valid.sum(axis=1, dtype=jnp.int32),
+    )
+
+
+class _Recording:
+  """The parts that scripted drafters share."""
+
+  taps: tuple[int, ...] = ()
+
+  @property
+  def window(self) -> int:
+    return self.tree.max_depth
+
+  def init(self, weights, batch, slots):
+    return Record.create(batch, slots)
+
+  def prefill(self, weights, state, tokens, taps, valid):
+    return state.append(tokens, taps, valid)
+
+  def extend(self, weights, state, tokens, taps, valid):
+    return state.append(tokens, taps, valid)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScriptedDrafter(_Recording):
+  """Proposes given tokens.
+
+  Attributes:
+    script: a draft for each round, in a circle; all of one length. `NOTHING` is an invalid node, and
+      any other number is proposed as it stands, ids out of range included.
+    taps: layers it asks for.
+  """
+
+  script: tuple[tuple[int, ...], ...]
+  taps: tuple[int, ...] = ()
+
+  name: ClassVar[str] = "scripted"
+  kind: ClassVar[str] = "deterministic"
+
+  @property
+  def tree(self) -> TokenTree:
+    return TokenTree.chain(len(self.script[0]))
+
+  def propose(self, weights, state, context: DraftContext, target_cache):
+    drafts = jnp.asarray(self.script, jnp.int32)[state.rounds % len(self.script)]
+    tokens = jnp.concatenate([context.root[:, None], drafts], axis=1)
+    proposal = Proposal(tokens, (tokens != NOTHING).at[:, 0].set(True), None, tree=self.tree, kind=self.kind)
+    return proposal, state.replace(rounds=state.rounds + context.active), target_cache
+
+
+@dataclasses.dataclass(frozen=True)
+class TruthDrafter(_Recording):
+  """Knows the target's greedy text and is right down to a planned node, wrong everywhere else.
+
+  Which rows accept how many drafts is therefore known before the run. Weights are the texts, int32
+  ``[R, C]``, prompt included; a row's seed says which is its own (greedy output does not depend on it).
+
+  Attributes:
+    parents: topology, as in `TokenTree`.
+    plan: the deepest right node of each round, in a circle that row r enters at r; 0 is all wrong.
+    vocab: wrong tokens are taken from ``[0, vocab)``.
+  """
+
+  parents: tuple[int, ...]
+  plan: tuple[int, ...]
+  vocab: int
+  taps: tuple[int, ...] = ()
+
+  name: ClassVar[str] = "truth"
+  kind: ClassVar[str] = "deterministic"
+
+  @property
+  def tree(self) -> TokenTree:
+    return TokenTree(self.parents)
+
+  def propose(self, weights, state, context: DraftContext, target_cache):
+    tree = self.tree
+    line = context.settings.seed.astype(jnp.int32)
+    depths = jnp.asarray(tree.depths)
+    at = context.length[:, None] - 1 + depths
+    truth = jnp.take_along_axis(weights[line], jnp.minimum(at, weights.shape[1] - 1), axis=1)
+    node = jnp.asarray(self.plan)[(state.rounds + line) % len(self.plan)]
+    right = jnp.asarray(tree.ancestor_mask)[node]
+    wrong = (truth + 1 + jnp.arange(tree.num_nodes) % (self.vocab - 1)) % self.vocab
+    tokens = jnp.where(right, truth, wrong).at[:, 0].set(context.root)
+    proposal = Proposal(tokens, jnp.ones_like(tokens, bool), None, tree=tree, kind=self.kind)
+    return proposal, state.replace(rounds=state.rounds + context.active), target_cache
+
+
+@dataclasses.dataclass(frozen=True)
+class SampledDrafter(_Recording):
+  """Draws a chain from a Markov table, weights: logits ``[V, V]`` by the token before.
+
+  q is processed with the row's own settings.
+
+  Attributes:
+    depth: drafts a round.
+  """
+
+  depth: int
+  taps: tuple[int, ...] = ()
+
+  name: ClassVar[str] = "sampled"
+  kind: ClassVar[str] = "sampled"
+
+  @property
+  def tree(self) -> TokenTree:
+    return TokenTree.chain(self.depth)
+
+  def propose(self, weights, state, context: DraftContext, target_cache):
+    tokens, q = [context.root], []
+    for node in range(1, self.depth + 1):
+      logits = weights[tokens[-1]][:, None]
+      q.append(sampling.processed_probs(logits, sampling.peak(logits)[0], context.settings)[:, 0])
+      u = sampling.uniform(context.settings.seed, Purpose.DRAFT, context.length, node)
+      tokens.append(sampling.draw(q[-1], u))
+    tokens = jnp.stack(tokens, axis=1)
+    proposal = Proposal(
+      tokens, jnp.ones_like(tokens, bool), jnp.stack(q, axis=1), tree=self.tree, kind=self.kind
+    )
+    return proposal, state.replace(rounds=state.rounds + context.active), target_cache

@@ -1,0 +1,249 @@
+"""The tables of the contract suites. A new drafter or rule is one row here.
+
+Everything in `tests/decode/test_contract*.py` then holds it to: token-identical to plain, valid cache
+rows and nothing else read, rows independent of each other, one trace, no cache copied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import decode
+from specjax.base import Proposal
+from specjax.drafters import make_drafter
+from specjax.sampling import Settings
+from specjax.testing import TruthDrafter, perturbed, tiny_model
+from specjax.tree import TokenTree
+from specjax.verify import make_rule
+
+VOCAB = 61
+WINDOW = 4
+LENGTH_LIMIT = 96
+PREFILL_WIDTHS = (16, 32)
+# Ragged prompts, the second repetitive so that prompt lookup has something to find.
+PROMPTS = ((3, 14, 15, 9, 26, 5), (1, 2, 3, 1, 2, 3, 1, 2), (7,), tuple(range(20, 39)))
+BUDGETS = (30, 41, 36, 23)
+BATCH = len(PROMPTS)
+# Settings that differ from row to row, one of them greedy; seeds that are no row numbers.
+SAMPLING = dict(
+  temperature=(0.9, 1.2, 0.0, 0.8),
+  top_k=(0, 8, 0, 20),
+  top_p=(1.0, 0.95, 1.0, 0.9),
+  seed=(7, 1, 4, 4_000_000_000),
+)
+TREE = (-1, 0, 0, 1, 1, 2, 5, 6)  # the root; two branches, one of depth 4
+
+
+@functools.cache
+def target():
+  return tiny_model(0)
+
+
+@functools.cache
+def draft():
+  """Often right, often wrong."""
+  return perturbed(target(), 0.07)
+
+
+@functools.cache
+def other_draft():
+  """Other heads, head size, depth, padding and length limit than the target (case L5)."""
+  return tiny_model(
+    5,
+    num_layers=1,
+    d_model=24,
+    d_ff=32,
+    num_heads=3,
+    num_kv_heads=1,
+    head_dim=6,
+    vocab_size=64,
+    max_length=40,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterCase:
+  """How to make a drafter, and what is known about it beforehand.
+
+  Attributes:
+    make: ``() → (drafter, its weights)``.
+    rules: names of the rules it runs with.
+    ragged: rows of a greedy batch are known to accept different numbers of drafts.
+    accepts: drafts accepted in every round that the end does not cut, where known.
+    caches: ``state.drafter → {name: (model, KVCache)}``, caches whose rows must equal a fresh prefill.
+  """
+
+  make: Callable[[], tuple[Any, Any]]
+  rules: tuple[str, ...] = ("greedy", "draw_and_follow", "speculative_sampling")
+  ragged: bool = True
+  accepts: int | None = None
+  caches: Callable[[Any], dict] = lambda state: {}
+
+
+def two_model(model, policy):
+  config = model.config
+  drafter = make_drafter(
+    "two_model",
+    window=WINDOW,
+    vocab_size=VOCAB,
+    num_real_tokens=VOCAB,
+    max_length=config.max_length,
+    policy=policy,
+  )
+  return drafter, model
+
+
+def last_token(window: int = WINDOW):
+  """A drafter from outside, made by its path: says the last token again and again."""
+  return RepeatDrafter(window)
+
+
+@dataclasses.dataclass(frozen=True)
+class RepeatDrafter:
+  """Shows what a class from elsewhere needs; nothing in the package knows it."""
+
+  window: int
+
+  name: ClassVar[str] = "repeat"
+  kind: ClassVar[str] = "deterministic"
+  taps: ClassVar[tuple[int, ...]] = ()
+
+  @property
+  def tree(self):
+    return TokenTree.chain(self.window)
+
+  def init(self, weights, batch, slots):
+    return ()
+
+  def prefill(self, weights, state, tokens, taps, valid):
+    return state
+
+  def propose(self, weights, state, context, target_cache):
+    tokens = jnp.repeat(context.root[:, None], self.window + 1, axis=1)
+    proposal = Proposal(tokens, jnp.ones_like(tokens, bool), None, tree=self.tree, kind=self.kind)
+    return proposal, state, target_cache
+
+  def extend(self, weights, state, tokens, taps, valid):
+    return state
+
+
+def truth(parents, plan):
+  return TruthDrafter(parents=parents, plan=plan, vocab=VOCAB), plain_texts()
+
+
+CHAIN = tuple(range(-1, WINDOW))
+DRAFTERS: dict[str, DrafterCase] = {
+  "none": DrafterCase(lambda: (make_drafter("none"), None), ragged=False, accepts=0),
+  "prompt_lookup": DrafterCase(lambda: (make_drafter("prompt_lookup", window=WINDOW, max_ngram=2), None)),
+  "two_model_argmax": DrafterCase(
+    lambda: two_model(draft(), "argmax"), caches=lambda state: {"draft": (draft(), state.cache)}
+  ),
+  "two_model_sample": DrafterCase(
+    lambda: two_model(draft(), "sample"), caches=lambda state: {"draft": (draft(), state.cache)}
+  ),
+  "two_model_unlike": DrafterCase(
+    lambda: two_model(other_draft(), "sample"),
+    rules=("speculative_sampling",),
+    ragged=False,
+    caches=lambda state: {"draft": (other_draft(), state.cache)},
+  ),
+  "self_draft": DrafterCase(
+    lambda: two_model(target(), "sample"),
+    ragged=False,
+    accepts=WINDOW,
+    caches=lambda state: {"draft": (target(), state.cache)},
+  ),
+  "always_wrong": DrafterCase(lambda: truth(CHAIN, (0,)), ragged=False, accepts=0),
+  "scripted_ragged": DrafterCase(
+    lambda: truth(CHAIN, (0, 4, 1, 3, 2)), rules=("greedy", "speculative_sampling")
+  ),
+  "scripted_tree": DrafterCase(
+    lambda: truth(TREE, (0, 7, 2, 3, 5, 6, 1, 4)), rules=("greedy", "draw_and_follow")
+  ),
+  "from_outside": DrafterCase(
+    lambda: (make_drafter("tests.contract:last_token", window=WINDOW), None), rules=("greedy",), ragged=False
+  ),
+}
+PAIRS = [(name, rule) for name, case in DRAFTERS.items() for rule in case.rules]
+
+
+def config(drafter, rule: str = "greedy", **changes) -> decode.DecodeConfig:
+  fields = dict(num_real_tokens=VOCAB, length_limit=LENGTH_LIMIT, prefill_widths=PREFILL_WIDTHS)
+  return decode.DecodeConfig(drafter=drafter, rule=make_rule(rule), **{**fields, **changes})
+
+
+@functools.cache
+def built(name: str):
+  """``(drafter, weights of both)``."""
+  drafter, weights = DRAFTERS[name].make()
+  return drafter, decode.Weights(target(), weights)
+
+
+def start(name: str, *, rows=tuple(range(BATCH)), budgets=BUDGETS, stop_ids=(), sampling=None, **changes):
+  """A prefilled state of the given rows, in that order; row i keeps seed i wherever it stands.
+
+  The prefill does not depend on the rule, so one compiled program serves all of them.
+
+  Args:
+    name: key of `DRAFTERS`.
+    rows: indices into `PROMPTS`.
+    budgets: of all rows.
+    stop_ids: as in `prefill`.
+    sampling: settings, each a value a row (of all rows); None is greedy.
+    **changes: fields of `DecodeConfig`.
+  """
+  drafter, weights = built(name)
+  rule = "speculative_sampling" if drafter.tree.is_chain else "draw_and_follow"
+  picked = {field: [values[i] for i in rows] for field, values in (sampling or {}).items()}
+  return decode.prefill(
+    weights,
+    config(drafter, rule, **changes),
+    [PROMPTS[i] for i in rows],
+    settings=Settings.create(len(rows), **{"seed": list(rows), **picked}),
+    max_new_tokens=[budgets[i] for i in rows],
+    stop_ids=stop_ids,
+  )
+
+
+def finish(name: str, rule: str, state, **changes) -> list[decode.RowResult]:
+  """Decodes to the end."""
+  drafter, weights = built(name)
+  return decode.results(decode.generate(weights, state, config(drafter, rule, **changes), decode.ALL_ROUNDS))
+
+
+def run(name: str, rule: str, **kwargs) -> list[decode.RowResult]:
+  """Prefill and decode to the end."""
+  changes = {k: v for k, v in kwargs.items() if k in ("length_limit", "prefill_widths")}
+  return finish(name, rule, start(name, **kwargs), **changes)
+
+
+def comparable(rows):
+  """Rows without the overlap, a sum of float32 products that rounds differently in other batches."""
+  return [dataclasses.replace(row, overlap=None) for row in rows]
+
+
+@functools.cache
+def plain() -> tuple[decode.RowResult, ...]:
+  """The same rows without drafts, greedy: what every lossless pair must say."""
+  return tuple(run("none", "greedy"))
+
+
+@functools.cache
+def plain_sampled() -> tuple[decode.RowResult, ...]:
+  """The same with `SAMPLING`."""
+  return tuple(run("none", "draw_and_follow", sampling=SAMPLING))
+
+
+@functools.cache
+def plain_texts() -> np.ndarray:
+  """Prompts and greedy continuations, int32 ``[rows, LENGTH_LIMIT]``: the weights of `TruthDrafter`."""
+  texts = np.zeros((BATCH, LENGTH_LIMIT), np.int32)
+  for row, (prompt, result) in enumerate(zip(PROMPTS, plain())):
+    texts[row, : len(prompt) + len(result.tokens)] = (*prompt, *result.tokens)
+  return texts

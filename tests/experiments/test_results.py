@@ -1,0 +1,163 @@
+"""Figures and files: definitions of τ and acceptance, run directories, tables."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from experiments import flags as shared
+from experiments import measure, results, summary
+from experiments.compare_runs import interval
+from specjax.decode import RowResult
+
+
+def row(accepted, proposed, emitted, *, question=1, drafter="prompt_lookup", category="a", seconds=1.0):
+  """A row of results with tokens to match."""
+  result = RowResult(list(range(sum(emitted))), 4, "length", proposed, accepted, emitted, None)
+  return results.make_row(
+    result,
+    question_id=question,
+    turn=0,
+    category=category,
+    drafter=drafter,
+    rule="greedy",
+    settings={},
+    prefill_s=0.5,
+    decode_s=seconds,
+    text="",
+  )
+
+
+def test_tau_counts_what_was_emitted():
+  """Case P1: accepted 2, then 5 with the end as third token: 3.0 tokens a round, not 4.5."""
+  found = row([2, 5], [5, 5], [3, 3])
+  assert summary.tau([found]) == 3.0
+  assert sum(found["accept_lengths"]) == found["new_tokens"] == len(found["token_ids"])
+
+
+def test_all_rejected_is_one_token_a_round():
+  """Case P3: the bonus is included."""
+  found = row([0, 0, 0], [4, 4, 4], [1, 1, 1])
+  assert summary.tau([found]) == 1.0 and summary.acceptance([found]) == 0.0
+  assert found["accept_counts"] == [3]
+
+
+def test_acceptance_falls_with_the_window_but_tau_does_not():
+  """Case P4: that is why the proposed count stands beside the rate."""
+  short, long = row([2] * 3, [3] * 3, [3] * 3), row([2] * 3, [7] * 3, [3] * 3)
+  assert summary.acceptance([short]) == pytest.approx(0.667, abs=1e-3)
+  assert summary.acceptance([long]) == pytest.approx(0.286, abs=1e-3)
+  assert summary.tau([short]) == summary.tau([long]) == 3.0
+
+
+def test_no_tokens_give_no_nan():
+  """Case K7."""
+  empty = row([], [], [], seconds=0.0)
+  assert (summary.tau([empty]), summary.acceptance([empty]), summary.decode_rate([empty])) == (0.0, None, 0.0)
+  assert "nan" not in json.dumps(empty).lower()
+  assert not any("nan" in str(cell) for line in summary.method_table([empty]) for cell in line)
+
+
+def test_table_says_slower_and_sums_over_rows():
+  """Speedups are ratios of Σ tokens / Σ seconds on the same prompts; below 1 is called slower (case P8)."""
+  rows = [
+    row([0] * 10, [0] * 10, [1] * 10, drafter="none", seconds=1.0),
+    row([4, 4], [4, 4], [5, 5], seconds=0.5),
+    row([0] * 10, [0] * 10, [1] * 10, drafter="none", question=2, category="b", seconds=1.0),
+    row([0] * 10, [4] * 10, [1] * 10, question=2, category="b", seconds=4.0),
+    row([1], [1], [2], question=3, category="b"),  # the baseline has not answered this one
+  ]
+  lines = {(line[0], line[1]): line for line in summary.method_table(rows)}
+  speedup = summary.HEADER.index("speedup")
+  assert lines["prompt_lookup", "a"][speedup] == "2.00 x"
+  assert lines["prompt_lookup", "b"][speedup] == "0.25 x slower"
+  assert lines["prompt_lookup", "overall"][speedup] == "0.44 x slower"
+  assert lines["prompt_lookup", "overall"][4] == f"{20 / 12:.2f}"
+  assert lines["prompt_lookup", "b"][-1] == "1 of 1" and lines["none", "b"][2] == "1"
+
+
+def test_first_difference():
+  assert measure.first_difference([1, 2], [1, 2]) is None
+  assert measure.first_difference([1, 2, 3], [1, 5, 3]) == 1
+  assert measure.first_difference([1, 2], [1, 2, 3]) == 2
+  assert str(measure.Difference(3, 2e-5)).endswith("a tie")
+  assert "not a tie" in str(measure.Difference(3, 2e-3))
+
+
+def test_bootstrap_interval():
+  values = np.random.default_rng(0).normal(2.0, 1.0, 400)
+  value, low, high = interval(range(400), lambda w: w @ values / 400, 2000)
+  assert value == pytest.approx(values.mean()) and low < value < high
+  assert high - low == pytest.approx(2 * 1.96 / 20, rel=0.15)  # the standard error is 1 / sqrt(400)
+  again = interval(range(400), lambda w: w @ values / 400, 2000)
+  assert again == (value, low, high)
+
+
+def test_table_is_aligned():
+  lines = []
+  results.table(["name", "ms"], [["a", 1], ["longer", None]], lines.append)
+  assert lines == ["name    ms", "------  --", "a        1", "longer   -"]
+
+
+# --- run directories -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def opened(tmp_path):
+  """Opens the same directory again and again, with the flags as they are."""
+  shared.parse(["script"])
+  return lambda: results.RunDirectory(str(tmp_path / "run"), "test", [shared])
+
+
+def test_rows_survive_a_kill(opened):
+  directory = opened()
+  for number in range(3):
+    directory.append({"number": number, "text": "é\n"})
+  path = os.path.join(directory.path, results.ROWS_FILE)
+  with open(path, "r+b") as file:
+    file.truncate(os.path.getsize(path) - 5)
+  assert [row["number"] for row in results.read_rows(directory.path)] == [0, 1]
+  resumed = opened()
+  resumed.append({"number": 9})
+  assert [row["number"] for row in results.read_rows(directory.path)] == [0, 1, 9]
+
+
+def test_a_damaged_row_is_an_error(opened):
+  directory = opened()
+  directory.append({"number": 0})
+  path = os.path.join(directory.path, results.ROWS_FILE)
+  with open(path, "a", encoding="utf-8") as file:
+    file.write('{"number\n{"number": 2}\n')
+  with pytest.raises(ValueError, match=r"rows\.jsonl, line 2"):
+    results.read_rows(directory.path)
+
+
+def test_run_directory_keeps_flags_and_environment(opened, tmp_path):
+  directory = opened()
+  info = results.read_run(directory.path)
+  assert info["schema"] == results.SCHEMA and info["script"] == "test"
+  assert {"python", "jax", "jaxlib", "flax", "numpy"} <= info["versions"].keys()
+  assert {"commit", "device_kind", "device_count", "cpu"} <= info.keys()
+  # flags.txt is a flag file: reading it gives the same flags.
+  file = os.path.join(directory.path, results.FLAGS_FILE)
+  shared.parse(["script", f"--flagfile={file}"])
+  opened()
+  assert sorted(os.listdir(directory.path)) == [results.FLAGS_FILE, results.RUN_FILE]
+
+
+def test_other_flags_are_refused_by_name(opened):
+  opened()
+  shared.parse(["script", "--max_new_tokens=7"])
+  with pytest.raises(ValueError, match="--max_new_tokens=128; now it is --max_new_tokens=7"):
+    opened()
+  shared.parse(["script", "--max_new_tokens=128"])
+
+
+def test_foreign_directories_are_refused(opened, tmp_path):
+  os.makedirs(tmp_path / "run")
+  (tmp_path / "run" / "precious.txt").write_text("mine")
+  with pytest.raises(ValueError, match="is not empty and holds no run"):
+    opened()
+  with pytest.raises(ValueError, match="not a run directory"):
+    results.read_run(str(tmp_path))
