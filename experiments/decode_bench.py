@@ -11,11 +11,13 @@ within a pass, and the spread is their interquartile range. The parts:
   N nodes;
 - phases: draft, verify, accept with commit, and the whole round of the drafter;
 - slots: a round against the size of the buffer, same live tokens;
-- batch: a round against the number of rows.
+- batch: a round against the number of rows;
+- compile: seconds to trace and compile the loop of a tiny model of many layers (no compilation cache).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import time
@@ -25,12 +27,14 @@ from typing import Any
 import jax
 import numpy as np
 from absl import flags
+from flax import nnx
 
 from experiments import flags as shared
 from experiments import loops, measure, results, runtime
 from specjax import decode
+from specjax.models import Decoder
 
-PARTS = ("floor", "nodes", "phases", "slots", "batch")
+PARTS = ("floor", "nodes", "phases", "slots", "batch", "compile")
 SELECTED = flags.DEFINE_list("parts", list(PARTS), "What to measure.")
 QUICK = flags.DEFINE_bool("quick", False, "Fewer passes, nodes, buffers and batches.")
 ROUNDS = flags.DEFINE_integer("rounds", 16, "Turns of the loop in each timed call.", 1)
@@ -39,6 +43,7 @@ LIVE = flags.DEFINE_integer("live", 100, "Tokens in each row before the first ro
 NODES = flags.DEFINE_list("nodes", None, "Widths to verify. Default: 1,2,4,8,16,32,64, quick 1,8.")
 SLOTS = flags.DEFINE_list("slots", None, "Buffer sizes. Default: 512,2048,8192, quick 512,8192.")
 BATCHES = flags.DEFINE_list("batches", None, "Numbers of rows. Default: 1,2,4,8, quick 1,4.")
+LAYERS = flags.DEFINE_list("layers", None, "Layers of the part compile. Default: 32,80, quick 8.")
 
 Case = Callable[[], Any]
 
@@ -168,9 +173,9 @@ def measure_nodes(bench: Bench, widths: Sequence[int]) -> None:
   cases = {"plain round": bench.rounds_case(plain)}
   for nodes in widths:
     inputs = loops.matmul_inputs(model, nodes)
-    cases[f"matrix products {nodes}"] = bench.loop_case(loops.matmuls, inputs, model)
+    cases[f"matrix products {nodes}"] = bench.loop_case(loops.matmuls, inputs, plain.weights)
     verify = loops.verify_carry(bench.state(plain), nodes)
-    cases[f"verify {nodes}"] = bench.loop_case(loops.verify, verify, model)
+    cases[f"verify {nodes}"] = bench.loop_case(loops.verify, verify, plain.weights)
   bench.measure("nodes", cases)
 
 
@@ -184,7 +189,7 @@ def measure_phases(bench: Bench) -> None:
       "whole round": bench.rounds_case(method),
       "draft": bench.loop_case(loops.draft, bench.state(method), method.weights, method.config),
       "verify": bench.loop_case(
-        loops.verify, loops.verify_carry(bench.state(method), nodes), bench.job.target.model
+        loops.verify, loops.verify_carry(bench.state(method), nodes), method.weights
       ),
       "accept and commit": bench.loop_case(
         loops.accept, state, method.weights, proposal, verification, method.config
@@ -209,10 +214,35 @@ def measure_batch(bench: Bench, batches: Sequence[int]) -> None:
   bench.measure("batch", cases)
 
 
+def measure_compile(bench: Bench, depths: Sequence[int]) -> None:
+  """Compiles the loop of models with one row's worth of width; nothing runs."""
+  config = bench.job.target.config.replace(d_model=64, d_ff=128, num_heads=4, num_kv_heads=2, head_dim=16)
+  lines = []
+  jax.config.update("jax_enable_compilation_cache", False)  # the last part: nothing else compiles
+  for layers in depths:
+    model = Decoder(config.replace(num_layers=layers, vocab_size=256), rngs=nnx.Rngs(0))
+    for name in ("none", shared.DRAFTER.value):
+      method = runtime.make_method(bench.job, name, 512)
+      settings = dataclasses.replace(method.config, num_real_tokens=256)
+      weights = decode.Weights(model, method.weights.drafter)
+      state = jax.eval_shape(lambda w, c=settings: decode.init_state(w, c, 1), weights)
+      start = time.perf_counter()
+      lowered = decode.run_rounds.lower(weights, state, settings, np.int32(1))
+      traced = time.perf_counter()
+      lowered.compile()
+      seconds = {"trace_s": traced - start, "compile_s": time.perf_counter() - traced}
+      lines.append([f"{layers} layers, {name}", *(f"{value:.1f}" for value in seconds.values())])
+      if bench.directory is not None:
+        bench.directory.append({"part": "compile", "case": lines[-1][0], **seconds})
+  results.table(("compile", "trace, s", "compile, s"), lines)
+  print(flush=True)
+
+
 def main(_: list[str]) -> None:
   widths = _numbers(NODES, (1, 2, 4, 8, 16, 32, 64), (1, 8))
   sizes = _numbers(SLOTS, (512, 2048, 8192), (512, 8192))
   batches = _numbers(BATCHES, (1, 2, 4, 8), (1, 4))
+  depths = _numbers(LAYERS, (32, 80), (8,))
   room = LIVE.value + ROUNDS.value * max(shared.WINDOW.value or 0, max(runtime.DEFAULT_WINDOWS.values()) + 1)
   if min(512, *sizes) < room:
     raise ValueError(f"--live and --rounds may need {room} slots; the smallest buffer has {min(512, *sizes)}")
@@ -233,6 +263,7 @@ def main(_: list[str]) -> None:
     "phases": lambda: measure_phases(bench),
     "slots": lambda: measure_slots(bench, sizes),
     "batch": lambda: measure_batch(bench, batches),
+    "compile": lambda: measure_compile(bench, depths),
   }
   for part in PARTS:
     if part in SELECTED.value:

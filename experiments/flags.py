@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from absl import app, flags, logging
 
 from specjax.drafters import DRAFTERS
+from specjax.models.sharding import parse_mesh
 from specjax.sampling import MIN_TEMPERATURE
 from specjax.tree import MAX_NODES
 from specjax.verify import RULES
@@ -85,21 +86,6 @@ def _rates(values: Sequence[str]) -> bool:
     return bool(values) and all(0.0 <= float(value) <= 1.0 for value in values)
   except ValueError:
     return False
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-  """``data:2,model:4`` → axes and sizes.
-
-  Raises:
-    ValueError: not of that form.
-  """
-  axes = {}
-  for part in text.split(",") if text else ():
-    name, _, size = part.partition(":")
-    if name not in ("data", "model") or name in axes or not re.fullmatch("[1-9][0-9]*", size):
-      raise ValueError(f"--mesh = {text!r}; it must look like data:2,model:4, with axes data and model")
-    axes[name] = int(size)
-  return axes
 
 
 def _mesh_ok(text: str) -> bool:

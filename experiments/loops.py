@@ -68,9 +68,9 @@ def matmul_inputs(model: Decoder, rows: int) -> dict[int, Array]:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def matmuls(inputs: dict[int, Array], model: Decoder, rounds: Array | int) -> dict[int, Array]:
+def matmuls(inputs: dict[int, Array], target: Weights, rounds: Array | int) -> dict[int, Array]:
   """The model's matrix products and nothing else, one after the other."""
-  weights = _linears(model)
+  weights = _linears(target.target)
 
   def turn(_, inputs):
     inputs = dict(inputs)
@@ -89,13 +89,15 @@ def verify_carry(state: DecodeState, nodes: int) -> tuple[Any, Array, Array]:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def verify(carry: tuple[Any, Array, Array], model: Decoder, rounds: Array | int) -> tuple[Any, Array, Array]:
+def verify(
+  carry: tuple[Any, Array, Array], target: Weights, rounds: Array | int
+) -> tuple[Any, Array, Array]:
   """The target's forward over N nodes with logits; the scratch rows are written over each turn."""
   depths = carry[2]
 
   def turn(_, loop):
     cache, tokens = loop
-    output = model(tokens, cache, depths=depths)
+    output = target.target(tokens, cache, depths=depths)
     return output.cache, tokens + _never(output.logits)
 
   cache, tokens = jax.lax.fori_loop(0, rounds, turn, carry[:2])

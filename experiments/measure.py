@@ -67,7 +67,7 @@ class Timed:
 
 
 def prefill(job: Job, method: Method, prompts, max_new_tokens) -> DecodeState:
-  """Prefills a batch with the settings of the flags, made anew: the state they join is donated."""
+  """Prefills a batch with the settings of the flags."""
   return decode.prefill(
     method.weights,
     method.config,
@@ -86,8 +86,7 @@ def run_timed(job: Job, method: Method, prompts, max_new_tokens) -> Timed:
   state = prefill(job, method, prompts, max_new_tokens)
   jax.block_until_ready(state)
   prefilled = time.perf_counter()
-  # The limit is given: left out, it would be a constant of another program.
-  state = decode.generate(method.weights, state, method.config, decode.ALL_ROUNDS)
+  state = decode.generate(method.weights, state, method.config)
   jax.block_until_ready(state)
   done = time.perf_counter()
   compiles = compile_count() - compiles

@@ -11,17 +11,19 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from experiments import flags as shared
 from specjax.base import Drafter, Rule
 from specjax.checkpoints import LoadedModel, check_same_vocabulary, load_model, package
 from specjax.decode import DecodeConfig, Weights
 from specjax.drafters import make_drafter
+from specjax.models.sharding import make_mesh, shard_model
 from specjax.sampling import MIN_TEMPERATURE, Settings
 from specjax.verify import make_rule
 
 DEFAULT_WINDOWS = {"prompt_lookup": 7, "two_model": 4}
+# Drafters that often propose nothing; such a round then runs the target over the roots alone.
+_OFTEN_SILENT = frozenset({"prompt_lookup"})
 # Limits are rounded up to this, so that prompts of about one length share a compiled program.
 LENGTH_MULTIPLE = 128
 
@@ -91,22 +93,6 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def make_mesh(text: str) -> jax.sharding.Mesh | None:
-  """The mesh of --mesh, None when it is empty.
-
-  Raises:
-    ValueError: there are fewer devices.
-  """
-  axes = shared.parse_mesh(text)
-  if not axes:
-    return None
-  needed, there = int(np.prod(list(axes.values()))), jax.device_count()
-  if needed > there:
-    raise ValueError(f"--mesh = {text!r} needs {needed} devices; there are {there}")
-  devices = np.array(jax.devices()[:needed]).reshape(tuple(axes.values()))
-  return jax.sharding.Mesh(devices, tuple(axes))
-
-
 def load_job(drafters: Sequence[str]) -> Job:
   """Loads what the named drafters need, saying so on stderr.
 
@@ -143,8 +129,6 @@ def _load(source: str, mesh: jax.sharding.Mesh | None, times: dict[str, float]) 
   with progress(f"loading {source}", times, "load_s"):
     loaded = load_model(source, dtype=jnp.dtype(shared.DTYPE.value))
     if mesh is not None:
-      from specjax.models.sharding import shard_model
-
       loaded = dataclasses.replace(loaded, model=shard_model(loaded.model, mesh))
     jax.block_until_ready(loaded.model)
   return loaded
@@ -175,6 +159,7 @@ def make_method(job: Job, name: str, limit: int) -> Method:
     rule=_make_rule(drafter),
     num_real_tokens=job.target.config.num_real_tokens,
     length_limit=limit,
+    plain_rounds=name in _OFTEN_SILENT,
   )
   draft = job.draft.model if job.draft is not None and name not in ("none", "prompt_lookup") else None
   return Method(name, config, Weights(job.target.model, draft))

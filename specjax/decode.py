@@ -6,7 +6,8 @@ lets the rule pick a path, and commits the path's rows: 1 to G + 1 tokens a row,
 differing. Plain decoding is the same loop with the drafter ``none``.
 
 `draft_step`, `verify_step` and `accept_step` are jit-compiled and public; `decode_round` is their
-composition, `generate` a `lax.while_loop` over it. Every function that takes a state donates it.
+composition, `run_rounds` a `lax.while_loop` over it, and `generate` calls that. Every function that takes
+a state donates it.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class DecodeConfig:
   rule: Rule
   num_real_tokens: int
   length_limit: int
-  prefill_widths: tuple[int, ...] = (16, 64, 256)
+  prefill_widths: tuple[int, ...] = (16, 64, 128, 256)
   implementation: str = "auto"
   plain_rounds: bool = False
 
@@ -78,7 +79,8 @@ class DecodeConfig:
     widths = self.prefill_widths
     if not widths or list(widths) != sorted(set(widths)) or kv.SLOT_MULTIPLE % widths[0]:
       raise ValueError(
-        f"prefill_widths = {widths}; they must ascend from a divisor of {kv.SLOT_MULTIPLE}, so that chunks fit"
+        f"prefill_widths = {widths}; they must ascend from a divisor of {kv.SLOT_MULTIPLE}, "
+        f"so that chunks fit the buffer"
       )
     if any(width % widths[0] for width in widths):
       raise ValueError(f"prefill_widths = {widths}; each must be a multiple of the first")
@@ -313,7 +315,8 @@ def prefill(
     limit=jnp.asarray(limit),
     stop_ids=jnp.asarray(stops),
     finish=jnp.asarray(np.where(lengths >= limit, Finish.LENGTH, Finish.NONE).astype(np.int32)),
-    settings=settings,
+    # A copy: the state is donated, the caller's settings are not.
+    settings=jax.tree.map(jnp.array, settings),
   )
   if mesh is not None:
     state = shard_state(state, mesh)
@@ -473,10 +476,8 @@ def _run_if(condition: Array, step: Callable[[DecodeState], DecodeState], state:
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
-def generate(
-  weights: Weights, state: DecodeState, config: DecodeConfig, round_limit: Array | int = ALL_ROUNDS
-) -> DecodeState:
-  """Rounds until every row has ended, or ``round_limit`` (traced) of them: the same program streams."""
+def run_rounds(weights: Weights, state: DecodeState, config: DecodeConfig, round_limit: Array) -> DecodeState:
+  """The loop that `generate` calls: rounds until every row has ended, or ``round_limit`` of them."""
 
   def running(carry):
     state, rounds = carry
@@ -487,6 +488,16 @@ def generate(
     return decode_round(weights, state, config), rounds + 1
 
   return jax.lax.while_loop(running, step, (state, jnp.int32(0)))[0]
+
+
+def generate(
+  weights: Weights, state: DecodeState, config: DecodeConfig, round_limit: int = ALL_ROUNDS
+) -> DecodeState:
+  """Rounds until every row has ended, or at most ``round_limit`` of them.
+
+  The limit is traced, so one compiled program runs to the end and streams.
+  """
+  return run_rounds(weights, state, config, np.int32(round_limit))
 
 
 # --- results ---------------------------------------------------------------------------------------

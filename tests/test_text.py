@@ -78,7 +78,9 @@ def test_a_character_is_held_back_until_it_is_whole():
 def cut(text, stops, tokens=None):
   """What a row gives out for a text and how many tokens it took."""
   row = TextRow(TOKENIZER, stops)
-  pieces = [row.push([token]) for token in (TOKENIZER.encode(text, add_bos=False) if tokens is None else tokens)]
+  pieces = [
+    row.push([token]) for token in (TOKENIZER.encode(text, add_bos=False) if tokens is None else tokens)
+  ]
   return "".join(pieces) + row.close(), row
 
 
@@ -192,7 +194,7 @@ def test_stop_strings_in_a_batch(plain, name):
       stop_strings=[stop],
       rounds_per_slice=size,
     )
-    sizes.append(decode.generate._cache_size())
+    sizes.append(decode.run_rounds._cache_size())
     assert [row.text for row in found] == expected
     for row, whole in zip(found, plain, strict=True):
       assert row.finish == ("stop" if stop in whole.text else "length")
@@ -206,7 +208,7 @@ def test_text_ends_at_the_end_token(plain, index):
   """Case H2: the end may be any draft of a block, or the bonus."""
   end = plain[0].tokens[index]
   first = plain[0].tokens.index(end)
-  weights, config = setup("two_model")
+  config = setup("two_model")[1]
   (found,) = generate_text(
     Weights(TARGET, TARGET), config, TOKENIZER, PROMPTS[:1], max_new_tokens=BUDGET, stop_ids=[end]
   )
@@ -221,9 +223,7 @@ def test_stop_before_budget_in_one_block(plain):
   weights, config = Weights(TARGET, TARGET), setup("two_model")[1]
   for budget, reason in ((first + 1, "stop"), (first + 3, "stop"), (first, "length")):
     if budget:
-      (found,) = generate_text(
-        weights, config, TOKENIZER, PROMPTS[:1], max_new_tokens=budget, stop_ids=[end]
-      )
+      (found,) = generate_text(weights, config, TOKENIZER, PROMPTS[:1], max_new_tokens=budget, stop_ids=[end])
       assert (found.finish, len(found.tokens)) == (reason, min(budget, first + 1))
 
 

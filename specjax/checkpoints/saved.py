@@ -10,8 +10,8 @@ import dataclasses
 import os
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from specjax.checkpoints.files import CheckpointError, new_folder, read_json, write_json
@@ -74,14 +74,14 @@ def load_module(path: str, abstract: _Module) -> _Module:
     with ocp.PyTreeCheckpointer() as checkpointer:
       stored = checkpointer.metadata(params).item_metadata.tree
       _check(path, {k: tuple(v.shape) for k, v in stored.items()}, {k: v.shape for k, v in leaves.items()})
-      device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-      args = {k: ocp.ArrayRestoreArgs(dtype=v.dtype, sharding=device) for k, v in leaves.items()}
+      # As numpy: orbax would commit the arrays to a device, and what is committed compiles anew.
+      args = {k: ocp.RestoreArgs(restore_type=np.ndarray, dtype=v.dtype) for k, v in leaves.items()}
       values = checkpointer.restore(params, ocp.args.PyTreeRestore(item=leaves, restore_args=args))
   except CheckpointError:
     raise
   except Exception as error:  # orbax raises many types for a damaged folder
     raise CheckpointError(f"{params}: cannot be restored, perhaps damaged ({error})") from error
-  filled = [(p, leaf.replace(values[path_of(p)])) for p, leaf in nnx.to_flat_state(state)]
+  filled = [(p, leaf.replace(jnp.asarray(values[path_of(p)]))) for p, leaf in nnx.to_flat_state(state)]
   return nnx.merge(graph, nnx.from_flat_state(filled))
 
 

@@ -25,21 +25,33 @@ _MODEL_AXIS = {
 }
 
 
-def make_mesh(spec: str) -> Mesh:
-  """``"data:2,model:4"`` → a mesh over the first 8 devices.
+def parse_mesh(text: str) -> dict[str, int]:
+  """``"data:2,model:4"`` → sizes by axis; an empty text has none.
 
   Raises:
-    ValueError: unknown axis, sizes that are no positive integers, or more devices than there are.
+    ValueError: unknown or repeated axis, or a size that is no positive integer.
   """
   sizes = {}
-  for part in spec.split(","):
+  for part in text.split(",") if text else ():
     axis, _, size = part.partition(":")
-    if axis not in ("data", "model") or axis in sizes or not size.isdigit() or int(size) < 1:
-      raise ValueError(f"mesh = {spec!r}; it must look like data:2,model:4")
+    if axis not in ("data", "model") or axis in sizes or not size.isdecimal() or int(size) < 1:
+      raise ValueError(f"mesh = {text!r}; it must look like data:2,model:4, with axes data and model")
     sizes[axis] = int(size)
+  return sizes
+
+
+def make_mesh(text: str) -> Mesh | None:
+  """A mesh over the first devices, from the text of `parse_mesh`; None for an empty text.
+
+  Raises:
+    ValueError: also when there are too few devices.
+  """
+  sizes = parse_mesh(text)
+  if not sizes:
+    return None
   count = math.prod(sizes.values())
   if count > jax.device_count():
-    raise ValueError(f"mesh = {spec!r} needs {count} devices; there are {jax.device_count()}")
+    raise ValueError(f"mesh = {text!r} needs {count} devices; there are {jax.device_count()}")
   # Auto axes: the compiler places what the parameters' and the state's shardings leave open.
   auto = (AxisType.Auto,) * len(sizes)
   return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=auto, devices=jax.devices()[:count])

@@ -9,7 +9,14 @@ Shipped with the package, so that a drafter from outside can be held to the same
 * `poison`, `fresh_cache`, `assert_cache_rows`: are the valid cache rows right, and only they used?
 """
 
-from specjax.testing.checks import accepted_differs, assert_cache_rows, fresh_cache, poison
+from specjax.testing.checks import (
+  accepted_differs,
+  assert_cache_rows,
+  first_difference,
+  fresh_cache,
+  poison,
+  teacher_forced,
+)
 from specjax.testing.oracle import chi_square, fixed_noise, joint_law, process, round_law
 from specjax.testing.scripted import NOTHING, SampledDrafter, ScriptedDrafter, TruthDrafter
 from specjax.testing.targets import TableTarget, perturbed, tiny_config, tiny_model
@@ -23,6 +30,7 @@ __all__ = [
   "accepted_differs",
   "assert_cache_rows",
   "chi_square",
+  "first_difference",
   "fixed_noise",
   "fresh_cache",
   "joint_law",
@@ -30,6 +38,7 @@ __all__ = [
   "poison",
   "process",
   "round_law",
+  "teacher_forced",
   "tiny_config",
   "tiny_model",
 ]

@@ -65,3 +65,29 @@ def accepted_differs(rows: list[RowResult]) -> bool:
   """Whether in some round two rows accepted different numbers of drafts."""
   accepted = [row.accepted for row in rows]
   return any(len(set(counts)) > 1 for counts in zip(*accepted, strict=False))
+
+
+@jax.jit
+def _logits(model, tokens):
+  return model(tokens, model.init_cache(1, tokens.shape[1])).logits[0]
+
+
+def teacher_forced(model, prompt, new) -> np.ndarray:
+  """float32 ``[len(new), V]``: what plain decoding would have seen before each of the new tokens."""
+  text = np.array([*prompt, *new], np.int32)
+  return np.asarray(_logits(model, text[None]), np.float32)[len(prompt) - 1 : -1]
+
+
+def first_difference(model, prompt, got, want) -> tuple[int, float] | None:
+  """Where two continuations part, and by how much the model prefers ``want`` there (case N2).
+
+  Returns:
+    None if they are equal as far as the shorter goes; else the index among the new tokens and the
+    margin, logit of ``want`` minus logit of ``got``. A tie has a margin of rounding size, an error
+    has not.
+  """
+  for i, (a, b) in enumerate(zip(got, want, strict=False)):
+    if a != b:
+      logits = teacher_forced(model, prompt, [*want[:i], b])[-1]
+      return i, float(logits[b] - logits[a])
+  return None

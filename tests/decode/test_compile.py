@@ -84,7 +84,7 @@ def test_no_cache_is_copied_in_the_loop(name, batch):
   # Three blocks of slots: in a buffer of one block, a block of it has the shape of a cache.
   config = contract.config(drafter, rule, length_limit=300)
   state = contract.start(name, rows=tuple(range(batch)), length_limit=300)
-  lowered = decode.generate.lower(weights, state, config, decode.ALL_ROUNDS)
+  lowered = decode.run_rounds.lower(weights, state, config, decode.ALL_ROUNDS)
   text = lowered.compile().as_text()
   caches = [state.cache, *(cache for _, cache in contract.DRAFTERS[name].caches(state.drafter).values())]
   assert "while(" in text and "f32[" in text

@@ -36,7 +36,7 @@ def test_pair(name, rule):
     assert all(set(row.accepted[:-2]) == {case.accepts} for row in rows), [row.accepted for row in rows]
 
   # The same program a round at a time; before each, every slot that is not committed becomes NaN.
-  traces = decode.generate._cache_size()
+  traces = decode.run_rounds._cache_size()
   state = contract.start(name)
   rounds = 0
   while np.asarray(state.active).any():
@@ -53,7 +53,7 @@ def test_pair(name, rule):
   assert [row.tokens for row in decode.results(state)] == [row.tokens for row in plain]
   assert decode.results(state) == rows  # streaming equals one call, statistics included
   assert rounds == max(row.rounds for row in rows)
-  assert decode.generate._cache_size() == traces
+  assert decode.run_rounds._cache_size() == traces
 
 
 def assert_record(state):

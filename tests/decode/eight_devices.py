@@ -1,0 +1,49 @@
+"""Run by `test_mesh.py` on 8 host devices: prints the drafters whose sharded text equals one device's."""
+
+import jax
+import numpy as np
+
+from specjax import decode
+from specjax.drafters import TwoModel, make_drafter
+from specjax.models.sharding import make_mesh, shard_model
+from specjax.testing import perturbed, tiny_model
+from specjax.verify import make_rule
+
+SIZES = dict(num_heads=8, num_kv_heads=4, head_dim=8, d_model=32, d_ff=64, vocab_size=64)
+PROMPTS = [[3, 14, 15, 9, 26, 5], [1, 2, 3, 1, 2, 3, 1, 2], [7], list(range(20, 39))]
+
+
+def main():
+  assert jax.device_count() == 8
+  mesh = make_mesh("data:2,model:4")
+  target = tiny_model(0, **SIZES)
+  draft = perturbed(target, 0.05)
+  drafters = {
+    "none": (make_drafter("none"), None),
+    "prompt_lookup": (make_drafter("prompt_lookup", window=4), None),
+    "two_model": (TwoModel(window=4, vocab_size=64, num_real_tokens=64, max_length=512), draft),
+  }
+  for name, (drafter, model) in drafters.items():
+    config = decode.DecodeConfig(
+      drafter, make_rule("greedy"), num_real_tokens=64, length_limit=60, prefill_widths=(32,)
+    )
+    texts = []
+    for where in (None, mesh):
+      models = [m if m is None or where is None else shard_model(m, where) for m in (target, model)]
+      weights = decode.Weights(*models)
+      state = decode.prefill(weights, config, PROMPTS, max_new_tokens=30, mesh=where)
+      if where is not None:
+        assert len(state.cache.k[0].sharding.device_set) == 8
+        shard = state.cache.k[0].sharding.shard_shape(state.cache.k[0].shape)
+        assert shard[:2] == (2, 1), shard  # 4 rows over 2, 4 kv heads over 4
+        assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(weights.target))
+      state = decode.generate(weights, state, config, decode.ALL_ROUNDS)
+      texts.append(decode.results(state))
+    assert [row.tokens for row in texts[0]] == [row.tokens for row in texts[1]], name
+    assert [row.accepted for row in texts[0]] == [row.accepted for row in texts[1]], name
+    assert np.isfinite(np.asarray(state.cache.k[0])).all()
+    print(name, flush=True)
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,167 @@
+"""The law of whole texts through the loop: χ² over hundreds of thousands of seeds, several rounds.
+
+Enumeration (`tests/verify`) covers one round; noise that is used twice shows only when rounds follow
+each other. Seeds are fixed, so the outcome is, too: each p-value must exceed 2e-4, which a correct
+program fails with a probability of 1 in 500 for the family of tests here, once, when it is written.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from specjax import decode
+from specjax.drafters import TwoModel, make_drafter
+from specjax.sampling import Settings
+from specjax.testing import SampledDrafter, TableTarget, chi_square, joint_law, process
+from specjax.verify import make_rule
+
+VOCAB, STEPS = 3, 6
+PROMPT = (0, 2)
+ROWS, BATCHES = 50_000, 4
+TARGET = TableTarget.random(10, VOCAB, by="token", spread=1.2)
+DRAFT = TableTarget.random(11, VOCAB, by="token", spread=1.2)
+ALPHA = 2e-4
+
+
+def two_model():
+  return TwoModel(window=2, vocab_size=VOCAB, num_real_tokens=VOCAB, max_length=99)
+
+
+CASES = {
+  "plain": (lambda: make_drafter("none"), None, "draw_and_follow"),
+  "table-speculative": (lambda: SampledDrafter(2), DRAFT.table, "speculative_sampling"),
+  "table-follow": (lambda: SampledDrafter(2), DRAFT.table, "draw_and_follow"),
+  "lookup-speculative": (lambda: make_drafter("prompt_lookup", window=2), None, "speculative_sampling"),
+  "two_model-speculative": (two_model, DRAFT, "speculative_sampling"),
+}
+
+
+def config_of(drafter, rule, **changes):
+  fields = dict(num_real_tokens=VOCAB, length_limit=len(PROMPT) + STEPS, prefill_widths=(2,))
+  return decode.DecodeConfig(drafter=drafter, rule=make_rule(rule), **{**fields, **changes})
+
+
+@functools.cache
+def sample(case, **settings):
+  """``(tokens [rows, STEPS], accepted drafts, proposed drafts)``."""
+  make, draft, rule = CASES[case]
+  config = config_of(make(), rule)
+  weights = decode.Weights(TARGET, draft)
+  tokens, accepted, proposed = [], 0, 0
+  for batch in range(BATCHES):
+    seeds = np.arange(ROWS) + batch * ROWS
+    state = decode.prefill(
+      weights,
+      config,
+      [PROMPT] * ROWS,
+      settings=Settings.create(ROWS, **{"temperature": 1.0, **settings}, seed=seeds),
+    )
+    state = decode.generate(weights, state, config, decode.ALL_ROUNDS)
+    tokens.append(np.asarray(state.tokens[:, len(PROMPT) : len(PROMPT) + STEPS]))
+    accepted += int(np.asarray(state.log.accepted, np.int64).sum())
+    proposed += int(np.asarray(state.log.proposed, np.int64).sum())
+  return np.concatenate(tokens), accepted, proposed
+
+
+def counts(tokens):
+  shape = (VOCAB,) * tokens.shape[1]
+  return np.bincount(np.ravel_multi_index(tuple(tokens.T), shape), minlength=VOCAB ** tokens.shape[1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_f1_joint_law_of_six_tokens(case):
+  """729 texts against their exact probabilities, 200000 draws.
+
+  Fails when draft and acceptance share noise, when noise is keyed by position alone (a rejected
+  position is drawn again with the noise that rejected it), or for a wrong residual.
+  """
+  tokens, accepted, proposed = sample(case)
+  law = joint_law(lambda text: process(TARGET.logits_after(text)), PROMPT, STEPS)
+  assert chi_square(counts(tokens), law) > ALPHA
+  if case != "plain":
+    assert 0.1 * proposed < accepted < 0.9 * proposed  # both ways through the rule were taken
+
+
+def test_e5_law_with_temperature_and_truncation():
+  """T = 0.7, top-k 2, top-p 0.9 on target and draft. Impossible texts never appear."""
+  settings = dict(temperature=0.7, top_k=2, top_p=0.9)
+  tokens, _, _ = sample("table-speculative", **settings)
+  law = joint_law(lambda text: process(TARGET.logits_after(text), **settings), PROMPT, STEPS)
+  assert (law == 0).any()
+  assert chi_square(counts(tokens), law) > ALPHA
+
+
+def test_the_ruler_sees_small_errors():
+  """χ² on the same draws with one transition off by .01 fails: the tests above could have failed."""
+  tokens, _, _ = sample("table-speculative")
+
+  def off(text):
+    p = process(TARGET.logits_after(text))
+    return p + np.array([0.01, -0.01, 0]) if text[-1] == 1 else p
+
+  assert chi_square(counts(tokens), joint_law(off, PROMPT, STEPS)) < 1e-6
+
+
+def test_draw_and_follow_equals_plain_text_for_text():
+  """The same seeds give the same texts whatever was drafted. Fails when the draw is keyed by round."""
+  np.testing.assert_array_equal(sample("table-follow")[0], sample("plain")[0])
+
+
+def test_f2_noise_is_not_frozen():
+  """Flat logits, V = 1000, 50 tokens: more than 40 distinct ids; the seed decides, and alone.
+
+  Fails when the key is a constant of the compiled step.
+  """
+  flat = TableTarget(jax.numpy.zeros((1, 1000)), by="position")
+  for name in ("none", "prompt_lookup"):
+    drafter = make_drafter(name)
+    config = decode.DecodeConfig(
+      drafter, make_rule("speculative_sampling"), num_real_tokens=1000, length_limit=60, prefill_widths=(2,)
+    )
+    settings = Settings.create(4, temperature=1.0, seed=[1, 1, 2, 3])
+    state = decode.prefill(decode.Weights(flat), config, [[1, 2]] * 4, settings=settings, max_new_tokens=50)
+    rows = decode.results(decode.generate(decode.Weights(flat), state, config, decode.ALL_ROUNDS))
+    texts = [row.tokens for row in rows]
+    assert all(len(set(text)) > 40 for text in texts)
+    assert texts[0] == texts[1] and texts[1] != texts[2] != texts[3]
+
+
+def test_f6_seeds_matter_only_with_temperature():
+  """T = 0: one text for all seeds. T = 1: many."""
+  assert len(np.unique(sample("plain")[0], axis=0)) > 500
+  config = decode.DecodeConfig(
+    SampledDrafter(2),
+    make_rule("speculative_sampling"),
+    num_real_tokens=VOCAB,
+    length_limit=8,
+    prefill_widths=(2,),
+  )
+  weights = decode.Weights(TARGET, DRAFT.table)
+  state = decode.prefill(weights, config, [PROMPT] * 10, settings=Settings.create(10, seed=range(10)))
+  rows = decode.results(decode.generate(weights, state, config, decode.ALL_ROUNDS))
+  assert len({tuple(row.tokens) for row in rows}) == 1
+
+
+def test_overlap_is_the_expected_acceptance():
+  """The logged mean Σ min(p, q) is the acceptance rate of speculative sampling, within 4 standard errors.
+
+  Fails when positions that were never judged are counted, or q is read at another node.
+  """
+  config = decode.DecodeConfig(
+    SampledDrafter(2),
+    make_rule("speculative_sampling"),
+    num_real_tokens=VOCAB,
+    length_limit=100,
+    prefill_widths=(2,),
+  )
+  weights = decode.Weights(TARGET, DRAFT.table)
+  rows = 300
+  settings = Settings.create(rows, temperature=1.0, seed=range(rows))
+  state = decode.prefill(weights, config, [PROMPT] * rows, settings=settings, max_new_tokens=90)
+  state = decode.generate(weights, state, config, decode.ALL_ROUNDS)
+  judged = int(state.log.judged.sum())
+  expected = float(state.log.overlap.sum()) / judged
+  accepted = int(np.asarray(state.log.accepted, np.int64).sum())
+  assert abs(accepted / judged - expected) < 4 * np.sqrt(expected * (1 - expected) / judged)
