@@ -188,9 +188,7 @@ def measure_phases(bench: Bench) -> None:
     {
       "whole round": bench.rounds_case(method),
       "draft": bench.loop_case(loops.draft, bench.state(method), method.weights, method.config),
-      "verify": bench.loop_case(
-        loops.verify, loops.verify_carry(bench.state(method), nodes), method.weights
-      ),
+      "verify": bench.loop_case(loops.verify, loops.verify_carry(bench.state(method), nodes), method.weights),
       "accept and commit": bench.loop_case(
         loops.accept, state, method.weights, proposal, verification, method.config
       ),

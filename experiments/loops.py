@@ -89,9 +89,7 @@ def verify_carry(state: DecodeState, nodes: int) -> tuple[Any, Array, Array]:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def verify(
-  carry: tuple[Any, Array, Array], target: Weights, rounds: Array | int
-) -> tuple[Any, Array, Array]:
+def verify(carry: tuple[Any, Array, Array], target: Weights, rounds: Array | int) -> tuple[Any, Array, Array]:
   """The target's forward over N nodes with logits; the scratch rows are written over each turn."""
   depths = carry[2]
 

@@ -12,7 +12,8 @@ Four methods, all pure and traced:
   that are really proposed. The loop drops what does not fit the row's budget.
 - ``extend`` is shown what was committed: root and accepted drafts.
 
-``kind`` says how the tokens came about. Here they are a function of the committed text, so every rule
+Without state, weights and hidden states (``taps``), `StatelessDrafter` has all of them but
+``propose``. ``kind`` says how the tokens came about. Here they are a function of the committed text, so every rule
 keeps the output exact whatever is proposed, and a bad guess costs time only.
 """
 
@@ -22,29 +23,22 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from specjax.base import DraftContext, Proposal
+from specjax.base import DraftContext, Proposal, StatelessDrafter
 from specjax.tree import TokenTree
 
 
 @dataclasses.dataclass(frozen=True)
-class RepeatLast:
+class RepeatLast(StatelessDrafter):
   """Proposes that the tokens since the root's previous occurrence come again."""
 
   window: int
 
   name = "repeat_last"
   kind = "deterministic"
-  taps = ()  # no hidden states of the target are needed
 
   @property
   def tree(self) -> TokenTree:
     return TokenTree.chain(self.window)
-
-  def init(self, weights, batch, slots):
-    return ()
-
-  def prefill(self, weights, state, tokens, taps, valid):
-    return state
 
   def propose(self, weights, state, context: DraftContext, target_cache):
     last = context.length[:, None] - 1  # the root's position
@@ -57,9 +51,6 @@ class RepeatLast:
     tokens = jnp.concatenate([context.root[:, None], drafts], axis=1)
     valid = jnp.broadcast_to(before >= 0, tokens.shape).at[:, 0].set(True)
     return Proposal(tokens, valid, q=None, tree=self.tree, kind=self.kind), state, target_cache
-
-  def extend(self, weights, state, tokens, taps, valid):
-    return state
 
 
 def make(window: int = 4) -> RepeatLast:

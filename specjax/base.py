@@ -7,7 +7,7 @@ of a row; before a round the target's cache holds n - 1 rows, and the last commi
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import flax.struct
 import jax
@@ -125,6 +125,21 @@ class Drafter(Protocol):
 
   def extend(self, weights: Weights, state: State, tokens: Array, taps: Array | None, valid: Array) -> State:
     """What the target now has rows for: root and accepted drafts, ``[B, G + 1]``, with their taps."""
+
+
+class StatelessDrafter:
+  """The part of a `Drafter` that one without weights, state and taps need not write."""
+
+  taps: ClassVar[tuple[int, ...]] = ()
+
+  def init(self, weights: Weights, batch: int, slots: int) -> State:
+    return ()
+
+  def prefill(self, weights: Weights, state: State, tokens: Array, taps: Array | None, valid: Array) -> State:
+    return state
+
+  def extend(self, weights: Weights, state: State, tokens: Array, taps: Array | None, valid: Array) -> State:
+    return state
 
 
 class Rule(Protocol):

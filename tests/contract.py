@@ -76,6 +76,7 @@ class DrafterCase:
     rules: names of the rules it runs with.
     ragged: rows of a greedy batch are known to accept different numbers of drafts.
     accepts: drafts accepted in every round that the end does not cut, where known.
+    changes: fields of `DecodeConfig`.
     caches: ``state.drafter → {name: (model, KVCache)}``, caches whose rows must equal a fresh prefill.
   """
 
@@ -84,6 +85,7 @@ class DrafterCase:
   ragged: bool = True
   accepts: int | None = None
   caches: Callable[[Any], dict] = lambda state: {}
+  changes: dict = dataclasses.field(default_factory=dict)
 
 
 def two_model(model, policy):
@@ -134,13 +136,22 @@ class RepeatDrafter:
 
 
 def truth(parents, plan):
-  return TruthDrafter(parents=parents, plan=plan, vocab=VOCAB), plain_texts()
+  return TruthDrafter(parents, VOCAB), TruthDrafter.plan(plain_texts(), plan)
 
 
 CHAIN = tuple(range(-1, WINDOW))
+RAGGED = (0, 4, 1, 3, 2)
+RAGGED_TREE = (0, 7, 2, 3, 5, 6, 1, 4)
 DRAFTERS: dict[str, DrafterCase] = {
   "none": DrafterCase(lambda: (make_drafter("none"), None), ragged=False, accepts=0),
-  "prompt_lookup": DrafterCase(lambda: (make_drafter("prompt_lookup", window=WINDOW, max_ngram=2), None)),
+  "prompt_lookup": DrafterCase(
+    lambda: (make_drafter("prompt_lookup", window=WINDOW, min_ngram=1, max_ngram=2), None)
+  ),
+  "prompt_lookup_plain_rounds": DrafterCase(
+    lambda: (make_drafter("prompt_lookup", window=WINDOW, max_ngram=2, min_ngram=2), None),
+    rules=("greedy", "speculative_sampling"),
+    changes=dict(plain_rounds=True),
+  ),
   "two_model_argmax": DrafterCase(
     lambda: two_model(draft(), "argmax"), caches=lambda state: {"draft": (draft(), state.cache)}
   ),
@@ -151,6 +162,7 @@ DRAFTERS: dict[str, DrafterCase] = {
     lambda: two_model(other_draft(), "sample"),
     rules=("speculative_sampling",),
     ragged=False,
+    changes=dict(plain_rounds=True),  # behind its length limit it has nothing to say
     caches=lambda state: {"draft": (other_draft(), state.cache)},
   ),
   "self_draft": DrafterCase(
@@ -159,13 +171,9 @@ DRAFTERS: dict[str, DrafterCase] = {
     accepts=WINDOW,
     caches=lambda state: {"draft": (target(), state.cache)},
   ),
-  "always_wrong": DrafterCase(lambda: truth(CHAIN, (0,)), ragged=False, accepts=0),
-  "scripted_ragged": DrafterCase(
-    lambda: truth(CHAIN, (0, 4, 1, 3, 2)), rules=("greedy", "speculative_sampling")
-  ),
-  "scripted_tree": DrafterCase(
-    lambda: truth(TREE, (0, 7, 2, 3, 5, 6, 1, 4)), rules=("greedy", "draw_and_follow")
-  ),
+  "always_wrong": DrafterCase(lambda: truth(CHAIN, (0,) * len(RAGGED)), ragged=False, accepts=0),
+  "scripted_ragged": DrafterCase(lambda: truth(CHAIN, RAGGED), rules=("greedy", "speculative_sampling")),
+  "scripted_tree": DrafterCase(lambda: truth(TREE, RAGGED_TREE), rules=("greedy", "draw_and_follow")),
   "from_outside": DrafterCase(
     lambda: (make_drafter("tests.contract:last_token", window=WINDOW), None), rules=("greedy",), ragged=False
   ),
@@ -183,6 +191,11 @@ def built(name: str):
   """``(drafter, weights of both)``."""
   drafter, weights = DRAFTERS[name].make()
   return drafter, decode.Weights(target(), weights)
+
+
+def static(name: str, rule: str, **changes) -> decode.DecodeConfig:
+  """The config of a row of the table."""
+  return config(built(name)[0], rule, **{**DRAFTERS[name].changes, **changes})
 
 
 def start(name: str, *, rows=tuple(range(BATCH)), budgets=BUDGETS, stop_ids=(), sampling=None, **changes):
@@ -203,7 +216,7 @@ def start(name: str, *, rows=tuple(range(BATCH)), budgets=BUDGETS, stop_ids=(), 
   picked = {field: [values[i] for i in rows] for field, values in (sampling or {}).items()}
   return decode.prefill(
     weights,
-    config(drafter, rule, **changes),
+    static(name, rule, **changes),
     [PROMPTS[i] for i in rows],
     settings=Settings.create(len(rows), **{"seed": list(rows), **picked}),
     max_new_tokens=[budgets[i] for i in rows],
@@ -213,8 +226,8 @@ def start(name: str, *, rows=tuple(range(BATCH)), budgets=BUDGETS, stop_ids=(), 
 
 def finish(name: str, rule: str, state, **changes) -> list[decode.RowResult]:
   """Decodes to the end."""
-  drafter, weights = built(name)
-  return decode.results(decode.generate(weights, state, config(drafter, rule, **changes), decode.ALL_ROUNDS))
+  config = static(name, rule, **changes)
+  return decode.results(decode.generate(built(name)[1], state, config))
 
 
 def run(name: str, rule: str, **kwargs) -> list[decode.RowResult]:

@@ -7,19 +7,18 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from specjax.base import DraftContext, Proposal
+from specjax.base import DraftContext, Proposal, StatelessDrafter
 from specjax.tree import TokenTree
 
 
 @dataclasses.dataclass(frozen=True)
-class NoDrafter:
+class NoDrafter(StatelessDrafter):
   """Proposes only the root. ``window`` is accepted for symmetry and must be 0."""
 
   window: int = 0
 
   name: ClassVar[str] = "none"
   kind: ClassVar[str] = "deterministic"
-  taps: ClassVar[tuple[int, ...]] = ()
 
   def __post_init__(self):
     if self.window != 0:
@@ -29,16 +28,7 @@ class NoDrafter:
   def tree(self) -> TokenTree:
     return TokenTree.chain(0)
 
-  def init(self, weights, batch, slots):
-    return ()
-
-  def prefill(self, weights, state, tokens, taps, valid):
-    return state
-
   def propose(self, weights, state, context: DraftContext, target_cache):
     tokens = context.root[:, None]
     proposal = Proposal(tokens, jnp.ones_like(tokens, bool), q=None, tree=self.tree, kind=self.kind)
     return proposal, state, target_cache
-
-  def extend(self, weights, state, tokens, taps, valid):
-    return state

@@ -10,12 +10,12 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from specjax.base import DraftContext, Proposal
+from specjax.base import DraftContext, Proposal, StatelessDrafter
 from specjax.tree import TokenTree
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptLookup:
+class PromptLookup(StatelessDrafter):
   """Proposes the ``window`` tokens behind an earlier occurrence of the text's last tokens.
 
   Which occurrence: the one that shares the longest suffix with the text, up to ``max_ngram`` tokens;
@@ -26,16 +26,16 @@ class PromptLookup:
   Attributes:
     window: G, drafts a round.
     max_ngram: longest suffix compared.
-    min_ngram: shortest suffix that counts.
+    min_ngram: shortest suffix that counts. With 1 a few more drafts are accepted, but twice as many rounds
+      pay for a wide verify.
   """
 
-  window: int = 7
+  window: int = 5
   max_ngram: int = 3
-  min_ngram: int = 1
+  min_ngram: int = 2
 
   name: ClassVar[str] = "prompt_lookup"
   kind: ClassVar[str] = "deterministic"
-  taps: ClassVar[tuple[int, ...]] = ()
 
   def __post_init__(self):
     if self.window < 1:
@@ -48,12 +48,6 @@ class PromptLookup:
   @property
   def tree(self) -> TokenTree:
     return TokenTree.chain(self.window)
-
-  def init(self, weights, batch, slots):
-    return ()
-
-  def prefill(self, weights, state, tokens, taps, valid):
-    return state
 
   def propose(self, weights, state, context: DraftContext, target_cache):
     buffer, length = context.tokens, context.length[:, None]
@@ -77,6 +71,3 @@ class PromptLookup:
     tokens = jnp.concatenate([context.root[:, None], drafts], axis=1)
     valid = jnp.concatenate([jnp.ones_like(found), jnp.broadcast_to(found, drafts.shape)], axis=1)
     return Proposal(tokens, valid, q=None, tree=self.tree, kind=self.kind), state, target_cache
-
-  def extend(self, weights, state, tokens, taps, valid):
-    return state

@@ -99,17 +99,17 @@ class ScriptedDrafter(_Recording):
 class TruthDrafter(_Recording):
   """Knows the target's greedy text and is right down to a planned node, wrong everywhere else.
 
-  Which rows accept how many drafts is therefore known before the run. Weights are the texts, int32
-  ``[R, C]``, prompt included; a row's seed says which is its own (greedy output does not depend on it).
+  Which rows accept how many drafts is therefore known before the run. A row's seed says which text is
+  its own (greedy output does not depend on it). Weights are made by `plan`; another plan of the same
+  length compiles nothing.
 
   Attributes:
     parents: topology, as in `TokenTree`.
-    plan: the deepest right node of each round, in a circle that row r enters at r; 0 is all wrong.
     vocab: wrong tokens are taken from ``[0, vocab)``.
+    taps: layers it asks for.
   """
 
   parents: tuple[int, ...]
-  plan: tuple[int, ...]
   vocab: int
   taps: tuple[int, ...] = ()
 
@@ -120,14 +120,22 @@ class TruthDrafter(_Recording):
   def tree(self) -> TokenTree:
     return TokenTree(self.parents)
 
+  @staticmethod
+  def plan(texts, nodes) -> dict[str, Array]:
+    """Weights.
+
+    Args:
+      texts: int32 ``[R, C]``, prompts included.
+      nodes: the deepest right node of each round, in a circle that row r enters at r; 0 is all wrong.
+    """
+    return {"texts": jnp.asarray(texts, jnp.int32), "nodes": jnp.asarray(nodes, jnp.int32)}
+
   def propose(self, weights, state, context: DraftContext, target_cache):
-    tree = self.tree
+    tree, texts, nodes = self.tree, weights["texts"], weights["nodes"]
     line = context.settings.seed.astype(jnp.int32)
-    depths = jnp.asarray(tree.depths)
-    at = context.length[:, None] - 1 + depths
-    truth = jnp.take_along_axis(weights[line], jnp.minimum(at, weights.shape[1] - 1), axis=1)
-    node = jnp.asarray(self.plan)[(state.rounds + line) % len(self.plan)]
-    right = jnp.asarray(tree.ancestor_mask)[node]
+    at = context.length[:, None] - 1 + jnp.asarray(tree.depths)
+    truth = jnp.take_along_axis(texts[line], jnp.minimum(at, texts.shape[1] - 1), axis=1)
+    right = jnp.asarray(tree.ancestor_mask)[nodes[(state.rounds + line) % nodes.shape[0]]]
     wrong = (truth + 1 + jnp.arange(tree.num_nodes) % (self.vocab - 1)) % self.vocab
     tokens = jnp.where(right, truth, wrong).at[:, 0].set(context.root)
     proposal = Proposal(tokens, jnp.ones_like(tokens, bool), None, tree=tree, kind=self.kind)

@@ -9,7 +9,7 @@ from specjax.models.sharding import make_mesh, shard_model
 from specjax.testing import perturbed, tiny_model
 from specjax.verify import make_rule
 
-SIZES = dict(num_heads=8, num_kv_heads=4, head_dim=8, d_model=32, d_ff=64, vocab_size=64)
+SIZES = dict(num_layers=1, num_heads=8, num_kv_heads=4, head_dim=8, d_model=32, d_ff=64, vocab_size=64)
 PROMPTS = [[3, 14, 15, 9, 26, 5], [1, 2, 3, 1, 2, 3, 1, 2], [7], list(range(20, 39))]
 
 
@@ -20,7 +20,7 @@ def main():
   draft = perturbed(target, 0.05)
   drafters = {
     "none": (make_drafter("none"), None),
-    "prompt_lookup": (make_drafter("prompt_lookup", window=4), None),
+    "prompt_lookup": (make_drafter("prompt_lookup", window=4, min_ngram=1), None),
     "two_model": (TwoModel(window=4, vocab_size=64, num_real_tokens=64, max_length=512), draft),
   }
   for name, (drafter, model) in drafters.items():

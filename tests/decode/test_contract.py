@@ -20,11 +20,11 @@ def test_pair(name, rule):
   not by depth, masked slots are read, the log counts something else than what was emitted.
   """
   case = contract.DRAFTERS[name]
-  drafter, weights = contract.built(name)
-  config = contract.config(drafter, rule)
+  _, weights = contract.built(name)
+  config = contract.static(name, rule)
   plain = contract.plain()
 
-  rows = decode.results(decode.generate(weights, contract.start(name), config, decode.ALL_ROUNDS))
+  rows = decode.results(decode.generate(weights, contract.start(name), config))
   assert [row.tokens for row in rows] == [row.tokens for row in plain]
   assert [row.finish for row in rows] == [row.finish for row in plain] == ["length"] * contract.BATCH
   for row in rows:
@@ -69,10 +69,10 @@ def test_scripted_plans_are_followed():
 
   Fails when accepted counts are logged from another row or round.
   """
-  for name in ("scripted_ragged", "scripted_tree"):
+  for name, nodes in (("scripted_ragged", contract.RAGGED), ("scripted_tree", contract.RAGGED_TREE)):
     drafter, _ = contract.built(name)
     for seed, row in enumerate(contract.run(name, "greedy")):
-      plan = [drafter.tree.depths[node] for node in drafter.plan]
+      plan = [drafter.tree.depths[node] for node in nodes]
       wanted = [plan[(seed + i) % len(plan)] for i in range(row.rounds)]
       assert row.accepted[:-2] == wanted[:-2]  # the budget may cut the last proposals
 

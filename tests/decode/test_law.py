@@ -6,12 +6,14 @@ program fails with a probability of 1 in 500 for the family of tests here, once,
 """
 
 import functools
+import unittest.mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import decode
+from specjax import decode, sampling
 from specjax.drafters import TwoModel, make_drafter
 from specjax.sampling import Settings
 from specjax.testing import SampledDrafter, TableTarget, chi_square, joint_law, process
@@ -33,7 +35,11 @@ CASES = {
   "plain": (lambda: make_drafter("none"), None, "draw_and_follow"),
   "table-speculative": (lambda: SampledDrafter(2), DRAFT.table, "speculative_sampling"),
   "table-follow": (lambda: SampledDrafter(2), DRAFT.table, "draw_and_follow"),
-  "lookup-speculative": (lambda: make_drafter("prompt_lookup", window=2), None, "speculative_sampling"),
+  "lookup-speculative": (
+    lambda: make_drafter("prompt_lookup", window=2, min_ngram=1),
+    None,
+    "speculative_sampling",
+  ),
   "two_model-speculative": (two_model, DRAFT, "speculative_sampling"),
 }
 
@@ -44,20 +50,17 @@ def config_of(drafter, rule, **changes):
 
 
 @functools.cache
-def sample(case, **settings):
+def sample(case, batches=BATCHES, **settings):
   """``(tokens [rows, STEPS], accepted drafts, proposed drafts)``."""
   make, draft, rule = CASES[case]
   config = config_of(make(), rule)
   weights = decode.Weights(TARGET, draft)
+  settings = Settings.create(ROWS, **{"temperature": 1.0, **settings})
+  start = decode.prefill(weights, config, [PROMPT] * ROWS, settings=settings)
   tokens, accepted, proposed = [], 0, 0
-  for batch in range(BATCHES):
-    seeds = np.arange(ROWS) + batch * ROWS
-    state = decode.prefill(
-      weights,
-      config,
-      [PROMPT] * ROWS,
-      settings=Settings.create(ROWS, **{"temperature": 1.0, **settings}, seed=seeds),
-    )
+  for batch in range(batches):
+    seed = jnp.arange(ROWS, dtype=jnp.uint32) + batch * ROWS
+    state = jax.tree.map(jnp.copy, start.replace(settings=settings.replace(seed=seed)))
     state = decode.generate(weights, state, config, decode.ALL_ROUNDS)
     tokens.append(np.asarray(state.tokens[:, len(PROMPT) : len(PROMPT) + STEPS]))
     accepted += int(np.asarray(state.log.accepted, np.int64).sum())
@@ -87,7 +90,7 @@ def test_f1_joint_law_of_six_tokens(case):
 def test_e5_law_with_temperature_and_truncation():
   """T = 0.7, top-k 2, top-p 0.9 on target and draft. Impossible texts never appear."""
   settings = dict(temperature=0.7, top_k=2, top_p=0.9)
-  tokens, _, _ = sample("table-speculative", **settings)
+  tokens, _, _ = sample("table-speculative", 1, **settings)
   law = joint_law(lambda text: process(TARGET.logits_after(text), **settings), PROMPT, STEPS)
   assert (law == 0).any()
   assert chi_square(counts(tokens), law) > ALPHA
@@ -114,7 +117,7 @@ def test_f2_noise_is_not_frozen():
 
   Fails when the key is a constant of the compiled step.
   """
-  flat = TableTarget(jax.numpy.zeros((1, 1000)), by="position")
+  flat = TableTarget(jnp.zeros((1, 1000)), by="position")
   for name in ("none", "prompt_lookup"):
     drafter = make_drafter(name)
     config = decode.DecodeConfig(
@@ -126,6 +129,37 @@ def test_f2_noise_is_not_frozen():
     texts = [row.tokens for row in rows]
     assert all(len(set(text)) > 40 for text in texts)
     assert texts[0] == texts[1] and texts[1] != texts[2] != texts[3]
+
+
+def test_f7_no_random_number_is_used_twice():
+  """Every (purpose, position, node) asked for in 20 rounds is asked for once.
+
+  Fails when draft or acceptance noise is keyed by position alone: after a rejection it comes again.
+  """
+  config = config_of(two_model(), "speculative_sampling", length_limit=70)
+  seen = []
+  real = sampling.uniform
+
+  def recorded(seed, purpose, position, node=0):
+    full = jnp.asarray(position), jnp.broadcast_to(jnp.asarray(node), jnp.shape(position))
+
+    def note(at, nodes):
+      pairs = zip(np.ravel(at).tolist(), np.ravel(nodes).tolist())
+      seen.extend((int(purpose), *pair) for pair in pairs)
+
+    jax.debug.callback(note, *full)
+    return real(seed, purpose, position, node)
+
+  weights = decode.Weights(TARGET, DRAFT)
+  settings = Settings.create(1, temperature=1.0, seed=5)
+  state = decode.prefill(weights, config, [PROMPT], settings=settings, max_new_tokens=60)
+  with unittest.mock.patch.object(sampling, "uniform", recorded):  # this config is traced here only
+    state = decode.generate(weights, state, config, 20)
+  jax.effects_barrier()
+  (row,) = decode.results(state)
+  assert row.rounds == 20 and 0 < sum(row.accepted) < sum(row.proposed)
+  assert {purpose for purpose, _, _ in seen} == {int(purpose) for purpose in sampling.Purpose}
+  assert len(seen) == len(set(seen)) > 100
 
 
 def test_f6_seeds_matter_only_with_temperature():

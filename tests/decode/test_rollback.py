@@ -82,7 +82,7 @@ def test_a3_all_rejected_is_a_rollback_not_a_reset():
   drafter, weights = contract.built("always_wrong")
   config = contract.config(drafter, "greedy")
   prompt = [*range(11)]
-  weights = decode.Weights(contract.target(), np.full_like(weights.drafter, 60))
+  weights = decode.Weights(contract.target(), {**weights.drafter, "texts": weights.drafter["texts"] * 0 + 60})
   state = decode.prefill(weights, config, [prompt] * 4, max_new_tokens=9)
   np.testing.assert_array_equal(state.cache.length, 10)
   plain_next = contract.target()(jnp.asarray([prompt]), contract.target().init_cache(1, 32)).logits[0, -1]

@@ -45,8 +45,8 @@ def test_insert_into_a_running_state(name):
   Fails when a leaf of the state is shared between rows, or left over from the slot's last tenant.
   """
   rule = "speculative_sampling"
-  drafter, weights = contract.built(name)
-  config = contract.config(drafter, rule)
+  _, weights = contract.built(name)
+  config = contract.static(name, rule)
   together = rows_of(name, rule)
   single = lambda i: contract.start(name, rows=(i,), sampling=contract.SAMPLING)
   state = contract.start(name, rows=(0, 3, 3, 1), sampling=contract.SAMPLING)
@@ -64,8 +64,8 @@ def test_insert_into_a_running_state(name):
 def test_c4_empty_rows_stay_empty(name):
   """One row in a bucket of four, memory poisoned. Fails when an empty row is written at -1 or counted."""
   rule = "speculative_sampling"
-  drafter, weights = contract.built(name)
-  config = contract.config(drafter, rule)
+  _, weights = contract.built(name)
+  config = contract.static(name, rule)
   state = decode.init_state(weights, config, contract.BATCH)
   state = decode.insert(state, 2, contract.start(name, rows=(3,), sampling=contract.SAMPLING))
   state = decode.generate(weights, poison(state), config, decode.ALL_ROUNDS)

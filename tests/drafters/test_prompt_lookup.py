@@ -19,7 +19,7 @@ def _propose(tokens, length):
   batch = tokens.shape[0]
   root = jnp.take_along_axis(tokens, jnp.maximum(length - 1, 0)[:, None], axis=1)[:, 0]
   context = DraftContext(tokens, length, root, length > 0, Settings.create(1))
-  drafter = PromptLookup(window=4, max_ngram=2)
+  drafter = PromptLookup(window=4, min_ngram=1, max_ngram=2)
   return drafter.propose(None, drafter.init(None, batch, CAPACITY), context, None)[0]
 
 

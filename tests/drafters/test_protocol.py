@@ -17,9 +17,9 @@ def test_taps_belong_to_their_tokens(parents):
 
   Fails when taps are gathered by node number, or fed for rejected drafts.
   """
-  drafter = TruthDrafter(parents, plan=(0, 4, 2, 1), vocab=contract.VOCAB, taps=(0, 2))
+  drafter = TruthDrafter(parents, contract.VOCAB, taps=(0, 2))
   target = contract.target()
-  weights = decode.Weights(target, contract.plain_texts())
+  weights = decode.Weights(target, drafter.plan(contract.plain_texts(), (0, 4, 2, 1)))
   config = contract.config(drafter, "greedy")
   state = decode.prefill(
     weights, config, contract.PROMPTS, settings=Settings.create(4, seed=range(4)), max_new_tokens=20
@@ -37,7 +37,7 @@ def test_taps_belong_to_their_tokens(parents):
 
 def test_public_steps_compose_to_a_round():
   """draft_step, verify_step and accept_step one by one equal decode_round and one round of generate."""
-  drafter, weights = SampledDrafter(3), jax.random.normal(jax.random.key(0), (61, 61)) * 2
+  drafter, weights = SampledDrafter(2), jax.random.normal(jax.random.key(0), (61, 61)) * 2
   weights = decode.Weights(contract.target(), weights)
   config = contract.config(drafter, "speculative_sampling")
 

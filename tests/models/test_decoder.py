@@ -51,7 +51,7 @@ def test_n4_precision_is_named():
     assert (jaxpr.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == products) == highest
 
 
-@pytest.mark.parametrize("window", (None, 4))
+@pytest.mark.parametrize("window", (None, 2))
 def test_q2_each_branch_of_a_tree_is_a_chain(window):
   """Every root-to-leaf path of a verified tree has the logits of that text alone; so do its cache rows.
 

@@ -2,10 +2,12 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax import sampling
 from specjax.base import Proposal
 from specjax.sampling import Purpose, Settings
 from specjax.testing import TableTarget, fixed_noise, joint_law, process, round_law
@@ -72,6 +74,11 @@ def spread(noise):
     return jnp.broadcast_to(column, position.shape)
 
   return values
+
+
+def compiled(rule):
+  """A fresh program, so that the noise in force is what it sees."""
+  return jax.jit(lambda *args: rule(*args))
 
 
 def chain(draft, cells, q=None):
@@ -168,7 +175,7 @@ def test_invalid_drafts_leave_the_law_alone(rule, q):
   target = jnp.broadcast_to(p, (50, 3, 3))
   zero = np.zeros(50)
   with fixed_noise(spread({Purpose.TARGET: u, Purpose.ACCEPT: zero, Purpose.RESIDUAL: zero})):
-    verdict = make_rule(rule)(target, proposal, Settings.create(50), jnp.ones(50, jnp.int32))
+    verdict = compiled(make_rule(rule))(target, proposal, Settings.create(50), jnp.ones(50, jnp.int32))
   assert (verdict.accepted == 0).all()
   np.testing.assert_allclose(np.bincount(verdict.next_token, minlength=3) / 50, p, atol=1e-6)
 
@@ -194,7 +201,7 @@ def test_draw_and_follow_on_a_tree_has_the_targets_law():
   tokens = jnp.tile(jnp.array([drafts], jnp.int32), (len(u), 1))
   proposal = Proposal(tokens, jnp.ones_like(tokens, bool), None, tree=tree, kind="deterministic")
   with fixed_noise(values):
-    verdict = make_rule("draw_and_follow")(
+    verdict = compiled(make_rule("draw_and_follow"))(
       jnp.broadcast_to(jnp.asarray(target, jnp.float32), (len(u), *target.shape)),
       proposal,
       Settings.create(len(u), temperature=1.0),
@@ -207,6 +214,29 @@ def test_draw_and_follow_on_a_tree_has_the_targets_law():
     got[block] += mass[row] * joint_law(lambda tail, block=block: law(block + tail), (), 3 - len(block))
   np.testing.assert_allclose(got, joint_law(law, (), 3), atol=1e-6)
   assert len(set(np.asarray(verdict.accepted).tolist())) == 3
+
+
+@pytest.mark.parametrize("drafts", ((), (1,), (2, 1)))
+def test_the_bonus_is_plains_draw_at_its_position(drafts):
+  """All drafts accepted: the next token is the target's draw with the noise of its absolute position.
+
+  So is the token of a round without drafts. Fails when the bonus is keyed by the round's start.
+  """
+  rows, length = 64, 9
+  p = np.zeros((len(drafts) + 1, 3), np.float32)
+  p[np.arange(len(drafts)), drafts] = 1
+  p[-1] = [0.3, 0.3, 0.4]
+  settings = Settings.create(rows, temperature=1.0, seed=range(rows))
+  proposal = chain(drafts, rows)
+  verdict = compiled(make_rule("speculative_sampling"))(
+    jnp.broadcast_to(p, (rows, *p.shape)), proposal, settings, jnp.full(rows, length)
+  )
+  at = jnp.full(rows, length + len(drafts))
+  want = sampling.draw(
+    jnp.broadcast_to(p[-1], (rows, 3)), sampling.uniform(settings.seed, Purpose.TARGET, at)
+  )
+  assert (verdict.accepted == len(drafts)).all()
+  np.testing.assert_array_equal(verdict.next_token, want)
 
 
 def test_synthetic_is_marked():
@@ -241,11 +271,11 @@ def test_e9_the_correction_is_read_at_the_rejected_drafts_parent():
     tokens, jnp.ones_like(tokens, bool), None, tree=TokenTree.chain(3), kind="deterministic"
   )
   said = jnp.array([[10, 11, 12, 13]], jnp.int32)
-  greedy = make_rule("greedy")(said, proposal, Settings.create(1), jnp.array([1]))
+  greedy = compiled(make_rule("greedy"))(said, proposal, Settings.create(1), jnp.array([1]))
   assert (int(greedy.accepted[0]), int(greedy.next_token[0])) == (1, 11)
   probs = jnp.eye(128)[said]
   for name in LOSSLESS:
-    verdict = make_rule(name)(probs, proposal, Settings.create(1, temperature=1.0), jnp.array([1]))
+    verdict = compiled(make_rule(name))(probs, proposal, Settings.create(1, temperature=1.0), jnp.array([1]))
     assert (int(verdict.accepted[0]), int(verdict.next_token[0])) == (1, 11)
 
 
