@@ -12,9 +12,9 @@ Four methods, all pure and traced:
   that are really proposed. The loop drops what does not fit the row's budget.
 - ``extend`` is shown what was committed: root and accepted drafts.
 
-Without state, weights and hidden states (``taps``), `StatelessDrafter` has all of them but
-``propose``. ``kind`` says how the tokens came about. Here they are a function of the committed text, so every rule
-keeps the output exact whatever is proposed, and a bad guess costs time only.
+Without state, weights and hidden states (``taps``), `StatelessDrafter` has all of them but ``propose``.
+``kind`` says how the tokens came about. Here they are a function of the committed text, so every rule keeps
+the output exact whatever is proposed, and a bad guess costs time only.
 """
 
 from __future__ import annotations

@@ -74,20 +74,18 @@ def test_b4_text_longer_than_the_draft_allows():
   Fails when the draft is fed positions it was not made for, or decoding stops with it.
   """
   drafter = two_model(3, max_length=16)
-  draft = perturbed(MODEL, 0.01)
-  prompts = [list(range(20)), list(range(10))]
-  weights = decode.Weights(MODEL, draft)
-  config = config_of(drafter, length_limit=64)
+  lengths = (20, 10, 15, 16, 17)
+  prompts = [list(range(n)) for n in lengths]
+  weights = decode.Weights(MODEL, perturbed(MODEL, 0.01))
+  config, plain_config = (config_of(d, length_limit=64) for d in (drafter, NONE))
   rows = decode.results(run(weights, config, prompts, max_new_tokens=20))
-  plain = decode.results(
-    run(decode.Weights(MODEL), config_of(NONE, length_limit=64), prompts, max_new_tokens=20)
-  )
+  plain = decode.results(run(decode.Weights(MODEL), plain_config, prompts, max_new_tokens=20))
   assert [row.tokens for row in rows] == [row.tokens for row in plain]
-  assert sum(rows[0].proposed) == 0
-  # The root at index n - 1 and the drafts before a draft are fed; the last of them at index 15.
-  at = np.cumsum([10, *rows[1].emitted])[:-1]
-  assert rows[1].proposed == [int(np.clip(17 - n, 0, 3)) for n in at]
-  assert sum(rows[1].accepted) > 0
+  assert sum(rows[0].proposed) == 0 and sum(rows[1].accepted) > 0
+  for n, row in zip(lengths, rows):
+    # The root at index n - 1 and the drafts before a draft are fed; the last of them at index 15.
+    at = np.cumsum([n, *row.emitted])[:-1]
+    assert row.proposed == np.clip(17 - at, 0, 3).tolist()
 
 
 @pytest.mark.parametrize(
