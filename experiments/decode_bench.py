@@ -213,27 +213,36 @@ def measure_batch(bench: Bench, batches: Sequence[int]) -> None:
 
 
 def measure_compile(bench: Bench, depths: Sequence[int]) -> None:
-  """Compiles the loop of models with one row's worth of width; nothing runs."""
-  config = bench.job.target.config.replace(d_model=64, d_ff=128, num_heads=4, num_kv_heads=2, head_dim=16)
+  """Compiles the loop of narrow models with many layers; nothing runs."""
+  config = bench.job.target.config.replace(vocab_size=256, real_vocab_size=None, d_model=64, d_ff=128)
+  config = config.replace(num_heads=4, num_kv_heads=2, head_dim=16)
+  cached = jax.config.jax_enable_compilation_cache
+  jax.config.update("jax_enable_compilation_cache", False)
   lines = []
-  jax.config.update("jax_enable_compilation_cache", False)  # the last part: nothing else compiles
-  for layers in depths:
-    model = Decoder(config.replace(num_layers=layers, vocab_size=256), rngs=nnx.Rngs(0))
-    for name in ("none", shared.DRAFTER.value):
-      method = runtime.make_method(bench.job, name, 512)
-      settings = dataclasses.replace(method.config, num_real_tokens=256)
-      weights = decode.Weights(model, method.weights.drafter)
-      state = jax.eval_shape(lambda w, c=settings: decode.init_state(w, c, 1), weights)
-      start = time.perf_counter()
-      lowered = decode.run_rounds.lower(weights, state, settings, np.int32(1))
-      traced = time.perf_counter()
-      lowered.compile()
-      seconds = {"trace_s": traced - start, "compile_s": time.perf_counter() - traced}
-      lines.append([f"{layers} layers, {name}", *(f"{value:.1f}" for value in seconds.values())])
-      if bench.directory is not None:
-        bench.directory.append({"part": "compile", "case": lines[-1][0], **seconds})
+  try:
+    for layers in depths:
+      model = Decoder(config.replace(num_layers=layers), rngs=nnx.Rngs(0))
+      for name in ("none", shared.DRAFTER.value):
+        seconds = _compile_seconds(model, runtime.make_method(bench.job, name, 512))
+        lines.append([f"{layers} layers, {name}", *(f"{value:.1f}" for value in seconds.values())])
+        if bench.directory is not None:
+          bench.directory.append({"part": "compile", "case": lines[-1][0], **seconds})
+  finally:
+    jax.config.update("jax_enable_compilation_cache", cached)
   results.table(("compile", "trace, s", "compile, s"), lines)
   print(flush=True)
+
+
+def _compile_seconds(model: Decoder, method: runtime.Method) -> dict[str, float]:
+  """Seconds to trace and to compile the loop of ``method`` with ``model`` as the target."""
+  config = dataclasses.replace(method.config, num_real_tokens=model.config.vocab_size)
+  weights = decode.Weights(model, method.weights.drafter)
+  state = jax.eval_shape(lambda weights: decode.init_state(weights, config, 1), weights)
+  start = time.perf_counter()
+  lowered = decode.run_rounds.lower(weights, state, config, np.int32(1))
+  traced = time.perf_counter()
+  lowered.compile()
+  return {"trace_s": traced - start, "compile_s": time.perf_counter() - traced}
 
 
 def main(_: list[str]) -> None:

@@ -77,8 +77,9 @@ def counts(tokens):
 def test_f1_joint_law_of_six_tokens(case):
   """729 texts against their exact probabilities, 200000 draws.
 
-  Fails when draft and acceptance share noise, when noise is keyed by position alone (a rejected
-  position is drawn again with the noise that rejected it), or for a wrong residual.
+  Fails when draft and acceptance share noise, acceptance and residual do, or for a wrong residual.
+  (Acceptance noise keyed by position alone would pass: a chain judges no position twice. That no
+  number is used twice is a test of its own, below.)
   """
   tokens, accepted, proposed = sample(case)
   law = joint_law(lambda text: process(TARGET.logits_after(text)), PROMPT, STEPS)

@@ -167,7 +167,8 @@ def test_generate_streams_and_reports(models, capsys, drafter, tmp_path):
   target, draft = models
   flags = [f"--draft_model={draft}"] if drafter == "two_model" else []
   output = str(tmp_path / "run")
-  flags += [f"--model={target}", f"--drafter={drafter}", "--prompt=the hen and the hen", "--repeats=2"]
+  flags += [f"--model={target}", f"--drafter={drafter}", "--repeats=2"]
+  flags.append("--prompt=so the hen and the hen and the hen")
   assert run_script(generate, *flags, "--max_new_tokens=16", f"--output={output}") == 0
   out = capsys.readouterr().out
   rows = results.read_rows(output)
@@ -257,10 +258,13 @@ def test_decode_bench_measures_every_part(models, tmp_path, capsys):
   """Structure, not times (case P7): each case does its work, and nothing compiles while timing."""
   output = str(tmp_path / "cost")
   flags = [f"--model={models[0]}", "--quick", "--passes=2", "--rounds=4", "--live=20", "--nodes=4"]
-  assert run_script(decode_bench, *flags, "--slots=512", "--batches=1,2", f"--output={output}") == 0
+  assert (
+    run_script(decode_bench, *flags, "--slots=512", "--batches=1,2", "--layers=2", f"--output={output}") == 0
+  )
   rows = results.read_rows(output)
-  assert {row["part"].split(",")[0] for row in rows} == {"floor", "nodes", "phases", "slots", "batch"}
-  assert all(row["ms"] > 0 and len(row["samples_ms"]) == 2 for row in rows)
+  assert {row["part"].split(",")[0] for row in rows} == set(decode_bench.PARTS)
+  assert all(row["compile_s"] > 0 for row in rows if row["part"] == "compile")
+  assert all(row["ms"] > 0 and len(row["samples_ms"]) == 2 for row in rows if row["part"] != "compile")
   assert results.read_run(output)["compiles_while_timing"] == 0
   assert "relative" in capsys.readouterr().out
   assert run_script(decode_bench, f"--model={models[0]}", "--parts=all") == 2
