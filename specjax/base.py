@@ -99,11 +99,13 @@ class Drafter(Protocol):
   """A way to propose. Static and hashable; weights and state are pytrees it alone understands.
 
   Attributes:
+    name: as in messages and results.
     tree: the topology it proposes.
     kind: of its proposals.
     taps: layers of the target whose input it wants to see in `prefill` and `extend`.
   """
 
+  name: str
   tree: TokenTree
   kind: ProposalKind
   taps: tuple[int, ...]
@@ -149,6 +151,7 @@ class Rule(Protocol):
     name: as in flags and results.
     lossless: the output keeps the target's law.
     kinds: proposal kinds it takes.
+    chains_only: it takes no trees with branches.
     needs: ``argmax``: it is given the most likely token of each node, int32 ``[B, N]``, and every
       row must be greedy. ``probs``: the processed distribution, float32 ``[B, N, V]``.
   """
@@ -156,6 +159,7 @@ class Rule(Protocol):
   name: str
   lossless: bool
   kinds: frozenset[str]
+  chains_only: bool
   needs: Literal["argmax", "probs"]
 
   def __call__(self, target: Array, proposal: Proposal, settings: Settings, length: Array) -> Verdict: ...

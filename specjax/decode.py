@@ -74,10 +74,12 @@ class DecodeConfig:
         f"rule {self.rule.name} takes {sorted(self.rule.kinds)} proposals; "
         f"drafter {self.drafter.name} makes {self.drafter.kind} ones"
       )
+    if self.rule.chains_only and not self.drafter.tree.is_chain:
+      raise ValueError(f"rule {self.rule.name} takes chains; drafter {self.drafter.name} proposes a tree")
     if self.length_limit < 2:
       raise ValueError(f"length_limit = {self.length_limit}; it must be at least 2")
     widths = self.prefill_widths
-    if not widths or list(widths) != sorted(set(widths)) or kv.SLOT_MULTIPLE % widths[0]:
+    if not widths or widths[0] < 1 or list(widths) != sorted(set(widths)) or kv.SLOT_MULTIPLE % widths[0]:
       raise ValueError(
         f"prefill_widths = {widths}; they must ascend from a divisor of {kv.SLOT_MULTIPLE}, "
         f"so that chunks fit the buffer"
@@ -232,13 +234,15 @@ def _check_prompts(config, prompts, max_new_tokens, stop_ids):
     ids = np.asarray(prompt)
     if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= config.num_real_tokens:
       raise ValueError(f"prompt {row} holds an id outside [0, {config.num_real_tokens})")
-  per_row = stop_ids if len(stop_ids) and not np.isscalar(stop_ids[0]) else [stop_ids] * batch
+  per_row = stop_ids if len(stop_ids) and np.ndim(stop_ids[0]) else [stop_ids] * batch
   if len(per_row) != batch:
     raise ValueError(f"stop_ids has {len(per_row)} rows for {batch} prompts")
   padded = np.full((batch, MAX_STOP_IDS), -1, np.int32)
   for row, ids in enumerate(per_row):
     if len(ids) > MAX_STOP_IDS:
       raise ValueError(f"stop_ids of row {row} has {len(ids)} ids; the limit is {MAX_STOP_IDS}")
+    if len(ids) and np.asarray(ids).dtype.kind not in "iu":
+      raise ValueError(f"stop_ids of row {row} = {list(ids)}; they must be integers")
     padded[row, : len(ids)] = ids
   lengths = np.array([len(prompt) for prompt in prompts], np.int64)
   return np.minimum(lengths + budgets, config.length_limit).astype(np.int32), padded
@@ -325,15 +329,42 @@ def prefill(
   return state
 
 
+def insert(state: DecodeState, row: int, source: DecodeState, source_row: int = 0) -> DecodeState:
+  """Puts row ``source_row`` of another state into row ``row``, in place; other rows recompile nothing.
+
+  Raises:
+    ValueError: a row that the state does not have.
+  """
+  for name, index, where in (("row", row, state), ("source_row", source_row, source)):
+    rows = where.length.shape[0]
+    if not 0 <= index < rows:
+      raise ValueError(f"{name} = {index}; the state has rows 0 to {rows - 1}")
+  return insert_row(state, np.int32(row), source, np.int32(source_row))
+
+
 @functools.partial(jax.jit, donate_argnames="state")
-def insert(state: DecodeState, row: Array, source: DecodeState, source_row: Array = 0) -> DecodeState:
-  """Puts row ``source_row`` of another state into row ``row``; both are traced, nothing recompiles."""
+def insert_row(state: DecodeState, row: Array, source: DecodeState, source_row: Array) -> DecodeState:
+  """The program that `insert` calls; both rows are traced and must exist."""
 
   def put(into, leaf):
     one = jax.lax.dynamic_slice_in_dim(leaf, source_row, 1, axis=0)
     return jax.lax.dynamic_update_slice_in_dim(into, one, row, axis=0)
 
   return jax.tree.map(put, state, source)
+
+
+def _check_proposal(proposal: Proposal, config: DecodeConfig) -> None:
+  """While tracing: the proposal is what the drafter announced, so that the buffers hold it."""
+  drafter, nodes = config.drafter, proposal.tree.num_nodes
+  if nodes > drafter.tree.num_nodes:
+    raise ValueError(f"drafter {drafter.name} proposes {nodes} nodes; it announced {drafter.tree.num_nodes}")
+  if proposal.tokens.shape[1] != nodes or proposal.valid.shape != proposal.tokens.shape:
+    raise ValueError(
+      f"drafter {drafter.name} proposes tokens {proposal.tokens.shape} and valid {proposal.valid.shape} "
+      f"for a tree of {nodes} nodes"
+    )
+  if proposal.kind != drafter.kind:
+    raise ValueError(f"drafter {drafter.name} proposes {proposal.kind} drafts; it announced {drafter.kind}")
 
 
 # --- one round -------------------------------------------------------------------------------------
@@ -343,15 +374,20 @@ def insert(state: DecodeState, row: Array, source: DecodeState, source_row: Arra
 def draft_step(weights: Weights, state: DecodeState, config: DecodeConfig) -> tuple[Proposal, DecodeState]:
   """Drafts a tree behind each row's root.
 
-  A node counts as proposed only if its row is active, its id is real, its parent counts, and the
-  row's budget leaves room for it and a bonus token.
+  A node counts as proposed only if its row is active, its parent counts, the row's budget leaves room
+  for it and a bonus token, and, in a deterministic draft, its id is real.
   """
   root = jnp.take_along_axis(state.tokens, jnp.maximum(state.length - 1, 0)[:, None], axis=1)[:, 0]
   context = DraftContext(state.tokens, state.length, root, state.active, state.settings)
   proposal, drafter, cache = config.drafter.propose(weights.drafter, state.drafter, context, state.cache)
   tree = proposal.tree
+  _check_proposal(proposal, config)
   depths = jnp.asarray(tree.depths)
-  valid = proposal.valid & (proposal.tokens >= 0) & (proposal.tokens < config.num_real_tokens)
+  valid = proposal.valid
+  if proposal.kind == "deterministic":
+    # A sampled id must not be dropped for what it is: the target gives ids that are not real probability
+    # 0, so they are rejected, and redrawn from the residual as the law asks.
+    valid &= (proposal.tokens >= 0) & (proposal.tokens < config.num_real_tokens)
   valid &= state.active[:, None] & (depths < (state.limit - state.length)[:, None])
   valid = valid.at[:, 0].set(True)
   valid = jnp.all(valid[:, None, :] | ~jnp.asarray(tree.ancestor_mask), axis=-1)

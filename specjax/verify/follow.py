@@ -62,6 +62,7 @@ class Greedy:
   name: ClassVar[str] = "greedy"
   lossless: ClassVar[bool] = True
   kinds: ClassVar[frozenset[str]] = ALL_KINDS
+  chains_only: ClassVar[bool] = False
   needs: ClassVar[str] = "argmax"
 
   def __call__(self, target: Array, proposal: Proposal, settings: Settings, length: Array) -> Verdict:
@@ -82,6 +83,7 @@ class DrawAndFollow:
   name: ClassVar[str] = "draw_and_follow"
   lossless: ClassVar[bool] = True
   kinds: ClassVar[frozenset[str]] = ALL_KINDS
+  chains_only: ClassVar[bool] = False
   needs: ClassVar[str] = "probs"
 
   def __call__(self, target: Array, proposal: Proposal, settings: Settings, length: Array) -> Verdict:

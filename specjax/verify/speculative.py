@@ -32,6 +32,7 @@ class SpeculativeSampling:
   name: ClassVar[str] = "speculative_sampling"
   lossless: ClassVar[bool] = True
   kinds: ClassVar[frozenset[str]] = ALL_KINDS
+  chains_only: ClassVar[bool] = True
   needs: ClassVar[str] = "probs"
 
   def __call__(self, target: Array, proposal: Proposal, settings: Settings, length: Array) -> Verdict:
@@ -77,6 +78,7 @@ class SpeculativeSampling:
       sampling.uniform(settings.seed, Purpose.TARGET, length + node),
     )
     judged = proposal.valid[:, 1:] & (node_ids[:-1] <= node[:, None])
+    judged &= jnp.isfinite(shared)  # an unusable row of logits says nothing about agreement
     return verdict_of(
       node,
       proposal,

@@ -32,6 +32,7 @@ class Synthetic:
   name: ClassVar[str] = "synthetic"
   lossless: ClassVar[bool] = False
   kinds: ClassVar[frozenset[str]] = ALL_KINDS
+  chains_only: ClassVar[bool] = False
   needs: ClassVar[str] = "argmax"
 
   def __post_init__(self):

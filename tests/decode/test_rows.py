@@ -52,12 +52,12 @@ def test_insert_into_a_running_state(name):
   state = contract.start(name, rows=(0, 3, 3, 1), sampling=contract.SAMPLING)
   state = decode.generate(weights, state, config, 3)
   state = decode.insert(state, 2, single(2))
-  sizes = decode.run_rounds._cache_size(), decode.insert._cache_size()
+  sizes = decode.run_rounds._cache_size(), decode.insert_row._cache_size()
   state = decode.generate(weights, poison(state), config, 2)
   state = decode.insert(state, 0, single(0))  # over a row that is still running
   rows = contract.comparable(contract.finish(name, rule, state))
   assert rows == [together[0], together[3], together[2], together[1]]
-  assert (decode.run_rounds._cache_size(), decode.insert._cache_size()) == sizes
+  assert (decode.run_rounds._cache_size(), decode.insert_row._cache_size()) == sizes
 
 
 @pytest.mark.parametrize("name", ("none", "prompt_lookup", "two_model_sample"))

@@ -193,6 +193,25 @@ def test_q5_siblings_do_not_see_each_other(attend):
   assert abs(loud_run[:, 2] - quiet_run[:, 2]).max() > 1e3
 
 
+@pytest.mark.parametrize("bad", (np.nan, np.inf))
+def test_q5_a_broken_sibling_spoils_only_itself(attend, bad):
+  """Values of node 2 are not finite: who does not see it changes no bit, who sees it is NaN.
+
+  Fails when masked values are only weighted with 0, or replaced for those who see them.
+  """
+  q, k, v = inputs(5)
+  tree = TokenTree((-1, 0, 0, 1, 2, 3, 4, 5, 6))
+  ancestors, lengths = broadcast(tree), np.array(LENGTHS, np.int32)
+  clean = np.asarray(attend(q, k, v, lengths, ancestors))
+  for b, length in enumerate(LENGTHS):
+    v[b, :, length + 2] = bad
+  broken = np.asarray(attend(q, k, v, lengths, ancestors))
+  sees = np.asarray(tree.ancestor_mask)[:, 2]
+  assert np.isfinite(clean).all()
+  np.testing.assert_array_equal(broken[:, ~sees], clean[:, ~sees])
+  assert np.isnan(broken[:, sees]).all()
+
+
 def test_bad_shapes_are_refused():
   """Each error names what does not fit; nothing is broadcast by accident."""
   q, k, v = inputs()

@@ -73,13 +73,16 @@ def attend(q, k, v, prefix_length, ancestors, sliding_window) -> tuple[Array, Ar
       )
     k_block = jax.lax.dynamic_slice_in_dim(k, start, block, axis=2)
     v_block = jax.lax.dynamic_slice_in_dim(v, start, block, axis=2)
-    # A probability of 0 does not hide a NaN: values no node can see are replaced.
-    live = seen.any(axis=1)[:, None, :, None]
-    v_block = jnp.where(live, v_block, jnp.zeros((), v.dtype))
+    # A probability of 0 does not hide a NaN: values that are not finite are replaced, and the scores of
+    # their slot made NaN, which the mask does hide. A broken draft spoils neither its siblings nor a
+    # prompt that is padded with it, and nodes that see it still come out as NaN.
+    finite = jnp.isfinite(v_block)
+    v_block = jnp.where(finite, v_block, jnp.zeros((), v.dtype))
+    poison = jnp.where(finite.all(axis=-1), 0.0, jnp.nan)[:, :, None, :]
     scores = dot("BKRH,BKSH->BKRS", rows, k_block)
     mask = jnp.broadcast_to(seen[:, None, None], (batch, 1, group, nodes, block))
     mask = mask.reshape(batch, 1, group * nodes, block)
-    scores = jnp.where(mask, scores, -jnp.inf)
+    scores = jnp.where(mask, scores + poison, -jnp.inf)
     new_top = jnp.maximum(top, scores.max(axis=-1))
     # Rows that have seen nothing yet have top = -inf; 0 keeps the exponents finite.
     base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
