@@ -31,6 +31,7 @@ setuptools.setup(
     "jax>=0.10.2",
     "jinja2>=3.1.6",
     "numpy>=2.4",
+    "optax>=0.2.8",
     "orbax-checkpoint>=0.12.8",
     "safetensors>=0.8",
     "tokenizers>=0.23",
