@@ -43,8 +43,8 @@ RULE = flags.DEFINE_enum(
 DRAFT_POLICY = flags.DEFINE_enum(
   "draft_policy",
   "auto",
-  ["auto", "sample", "argmax"],
-  "How two_model picks its drafts. auto: argmax at temperature 0, otherwise sample.",
+  ["auto", "sample", "sample_without_replacement", "top_k"],
+  "How two_model picks its drafts. auto: top_k at temperature 0, otherwise sample.",
 )
 SYNTHETIC_RATES = flags.DEFINE_list(
   "synthetic_rates", ["0.7"], "Acceptance by depth of --rule=synthetic; the last one holds for deeper drafts."

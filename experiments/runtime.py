@@ -174,7 +174,7 @@ def _make_drafter(job: Job, name: str) -> Drafter:
       vocab_size=job.target.config.vocab_size,
       num_real_tokens=job.target.config.num_real_tokens,
       max_length=job.draft.config.max_length,
-      policy=("argmax" if greedy() else "sample") if policy == "auto" else policy,
+      policy=("top_k" if greedy() else "sample") if policy == "auto" else policy,
     )
   return make_drafter(name, **options)
 

@@ -74,18 +74,26 @@ def check_fits(start, rows: int, capacity: int, *, what: str = "KV write") -> No
 def write_rows(buffer: Array, rows: Array, start: Array) -> Array:
   """Writes ``rows [B, K, T, H]`` into ``buffer [B, K, S, H]`` at slots ``start[b] …``, in place.
 
-  A row of the batch at a time: a batched update would lower to a scatter over single slots.
+  On CPU a row of the batch at a time: XLA walks a scatter there slot by slot. Elsewhere one scatter of
+  whole blocks, a single kernel, which a mesh cuts along its batch dimension.
   """
   check_fits(start, rows.shape[2], buffer.shape[2])
   rows = rows.astype(buffer.dtype)
   if buffer.shape[0] == 1:
     return jax.lax.dynamic_update_slice(buffer, rows, (0, 0, start[0], 0))
 
-  def write(b, buffer):
-    row = jax.lax.dynamic_slice_in_dim(rows, b, 1, axis=0)
-    return jax.lax.dynamic_update_slice(buffer, row, (b, 0, start[b], 0))
+  def row_by_row(buffer, rows, start):
+    def write(b, buffer):
+      row = jax.lax.dynamic_slice_in_dim(rows, b, 1, axis=0)
+      return jax.lax.dynamic_update_slice(buffer, row, (b, 0, start[b], 0))
 
-  return jax.lax.fori_loop(0, buffer.shape[0], write, buffer)
+    return jax.lax.fori_loop(0, buffer.shape[0], write, buffer)
+
+  def at_once(buffer, rows, start):
+    put = lambda buffer, rows, at: jax.lax.dynamic_update_slice(buffer, rows, (0, at, 0))
+    return jax.vmap(put)(buffer, rows, start)
+
+  return jax.lax.platform_dependent(buffer, rows, start, cpu=row_by_row, default=at_once)
 
 
 def gather_rows(buffer: Array, start: Array, path: Array) -> Array:

@@ -25,7 +25,7 @@ import numpy as np
 
 from specjax import cache as kv
 from specjax import sampling
-from specjax.base import DraftContext, Drafter, Proposal, Rule, Target
+from specjax.base import Committed, DraftContext, Drafter, Proposal, Rule, Weights
 from specjax.sampling import Settings
 from specjax.tree import TokenTree
 
@@ -92,50 +92,6 @@ class DecodeConfig:
     """Capacity of every buffer: the length limit and the widest round behind it."""
     needed = self.length_limit + self.drafter.tree.num_nodes
     return -(-needed // kv.SLOT_MULTIPLE) * kv.SLOT_MULTIPLE
-
-
-class _Structure:
-  """A pytree's structure with its hash kept, equal to itself without a comparison."""
-
-  def __init__(self, treedef):
-    self.treedef = treedef
-    self._hash = hash(treedef)
-
-  def __hash__(self):
-    return self._hash
-
-  def __eq__(self, other):
-    return self is other or (isinstance(other, _Structure) and self.treedef == other.treedef)
-
-
-@jax.tree_util.register_pytree_node_class
-class Weights:
-  """What is never donated: the target, a pytree that is called, and the drafter's weights.
-
-  Flattened once, when made: flattening a module of 270 leaves costs a compiled call 8 ms, which a host
-  loop over rounds would pay each time. With the leaves kept it is 0.2 ms.
-  """
-
-  def __init__(self, target: Target, drafter: Any = None):
-    leaves, treedef = jax.tree.flatten((target, drafter))
-    self._leaves, self._structure = leaves, _Structure(treedef)
-
-  @property
-  def target(self) -> Target:
-    return jax.tree.unflatten(self._structure.treedef, self._leaves)[0]
-
-  @property
-  def drafter(self) -> Any:
-    return jax.tree.unflatten(self._structure.treedef, self._leaves)[1]
-
-  def tree_flatten(self):
-    return self._leaves, self._structure
-
-  @classmethod
-  def tree_unflatten(cls, structure, leaves):
-    weights = object.__new__(cls)
-    weights._leaves, weights._structure = list(leaves), structure
-    return weights
 
 
 @flax.struct.dataclass
@@ -269,7 +225,7 @@ def prefill_chunk(weights: Weights, state: DecodeState, start: Array, config: De
   )
   return state.replace(
     cache=kv.commit(output.cache, None, valid.sum(axis=1, dtype=jnp.int32)),
-    drafter=config.drafter.prefill(weights.drafter, state.drafter, tokens, output.taps, valid),
+    drafter=config.drafter.prefill(weights.drafter, state.drafter, Committed(tokens, valid, output.taps)),
   )
 
 
@@ -382,15 +338,14 @@ def draft_step(weights: Weights, state: DecodeState, config: DecodeConfig) -> tu
   proposal, drafter, cache = config.drafter.propose(weights.drafter, state.drafter, context, state.cache)
   tree = proposal.tree
   _check_proposal(proposal, config)
-  depths = jnp.asarray(tree.depths)
   valid = proposal.valid
   if proposal.kind == "deterministic":
     # A sampled id must not be dropped for what it is: the target gives ids that are not real probability
     # 0, so they are rejected, and redrawn from the residual as the law asks.
     valid &= (proposal.tokens >= 0) & (proposal.tokens < config.num_real_tokens)
-  valid &= state.active[:, None] & (depths < (state.limit - state.length)[:, None])
+  valid &= state.active[:, None] & (tree.depths < (state.limit - state.length)[:, None])
   valid = valid.at[:, 0].set(True)
-  valid = jnp.all(valid[:, None, :] | ~jnp.asarray(tree.ancestor_mask), axis=-1)
+  valid = jnp.all(valid[:, None, :] | ~tree.ancestor_mask, axis=-1)
   return proposal.replace(valid=valid), state.replace(drafter=drafter, cache=cache)
 
 
@@ -403,7 +358,7 @@ def verify_step(
   output = weights.target(
     proposal.tokens,
     state.cache,
-    depths=np.asarray(tree.depths, np.int32),
+    depths=tree.depths,
     ancestors=None if tree.is_chain else tree.ancestors,
     taps=config.drafter.taps,
     implementation=config.implementation,
@@ -449,13 +404,14 @@ def accept_step(
   taps = verification.taps
   if taps is not None:
     taps = jnp.take_along_axis(taps, verdict.path[:, :, None, None], axis=1)
-  kept = index < emitted[:, None]  # the root and the drafts before the last emitted token
+  # The root and the drafts before the last emitted token.
+  committed = Committed(path_tokens, index < emitted[:, None], taps, verdict.path)
   return state.replace(
     tokens=_write(state.tokens, block, state.length),
     length=state.length + emitted,
     finish=jnp.where(state.active, reason, state.finish).astype(jnp.int32),
     cache=kv.commit(state.cache, None if proposal.tree.is_chain else verdict.path, emitted),
-    drafter=config.drafter.extend(weights.drafter, state.drafter, path_tokens, taps, kept),
+    drafter=config.drafter.extend(weights.drafter, state.drafter, committed),
     log=_log(state, proposal, verdict, emitted),
   )
 

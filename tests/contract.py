@@ -88,11 +88,12 @@ class DrafterCase:
   changes: dict = dataclasses.field(default_factory=dict)
 
 
-def two_model(model, policy):
+def two_model(model, policy, branching=()):
   config = model.config
   drafter = make_drafter(
     "two_model",
     window=WINDOW,
+    branching=branching,
     vocab_size=VOCAB,
     num_real_tokens=VOCAB,
     max_length=config.max_length,
@@ -123,7 +124,7 @@ class RepeatDrafter:
   def init(self, weights, batch, slots):
     return ()
 
-  def prefill(self, weights, state, tokens, taps, valid):
+  def prefill(self, weights, state, chunk):
     return state
 
   def propose(self, weights, state, context, target_cache):
@@ -131,7 +132,7 @@ class RepeatDrafter:
     proposal = Proposal(tokens, jnp.ones_like(tokens, bool), None, tree=self.tree, kind=self.kind)
     return proposal, state, target_cache
 
-  def extend(self, weights, state, tokens, taps, valid):
+  def extend(self, weights, state, committed):
     return state
 
 
@@ -152,11 +153,34 @@ DRAFTERS: dict[str, DrafterCase] = {
     rules=("greedy", "speculative_sampling"),
     changes=dict(plain_rounds=True),
   ),
-  "two_model_argmax": DrafterCase(
-    lambda: two_model(draft(), "argmax"), caches=lambda state: {"draft": (draft(), state.cache)}
+  "two_model_top_k": DrafterCase(
+    lambda: two_model(draft(), "top_k"), caches=lambda state: {"draft": (draft(), state.cache)}
   ),
   "two_model_sample": DrafterCase(
     lambda: two_model(draft(), "sample"), caches=lambda state: {"draft": (draft(), state.cache)}
+  ),
+  "prompt_lookup_tree": DrafterCase(
+    lambda: (
+      make_drafter("prompt_lookup", window=WINDOW, min_ngram=1, max_ngram=2, matches=5, nodes=9),
+      None,
+    ),
+    rules=("greedy", "draw_and_follow"),
+    changes=dict(plain_rounds=True),
+  ),
+  "two_model_tree_top_k": DrafterCase(
+    lambda: two_model(draft(), "top_k", (2, 1, 2)),
+    rules=("greedy", "draw_and_follow"),
+    caches=lambda state: {"draft": (draft(), state.cache)},
+  ),
+  "two_model_tree_sample": DrafterCase(
+    lambda: two_model(draft(), "sample", (3,)),
+    rules=("draw_and_follow",),
+    caches=lambda state: {"draft": (draft(), state.cache)},
+  ),
+  "two_model_tree_distinct": DrafterCase(
+    lambda: two_model(draft(), "sample_without_replacement", (2, 2)),
+    rules=("draw_and_follow",),
+    caches=lambda state: {"draft": (draft(), state.cache)},
   ),
   "two_model_unlike": DrafterCase(
     lambda: two_model(other_draft(), "sample"),

@@ -1,11 +1,13 @@
 """Topologies: parents, depths, paths and bitmasks."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specjax.tree import TokenTree
+from specjax.tree import DynamicTree, TokenTree, TreeBudget, pack_bits
 
 parents = st.lists(st.integers(0, 10**6), max_size=70).map(
   lambda picks: (-1, *(pick % (i + 1) for i, pick in enumerate(picks)))
@@ -44,3 +46,81 @@ def test_bad_topologies_are_refused(bad):
   for window in (-1, 128):
     with pytest.raises(ValueError, match="window"):
       TokenTree.chain(window)
+
+
+def test_constructors():
+  """Lists of paths in any order, a product, and widths: all number their nodes level by level."""
+  paths = TokenTree.from_paths([(1,), (0,), (0, 1), (0, 0), (0, 0, 0), (1, 0)])
+  assert paths.parents == (-1, 0, 0, 1, 1, 2, 3)
+  assert paths.children == ((1, 2), (3, 4), (5,), (6,), (), (), ())
+  assert TokenTree.cartesian((2, 3)).parents == (-1, 0, 0, 1, 1, 1, 2, 2, 2)
+  assert TokenTree.cartesian((1, 1, 1)) == TokenTree.chain(3)
+  assert TokenTree.of_widths((1, 1, 1)) == TokenTree.chain(3)
+  # Places by the sum of ranks: the root's first child has the most children, its fourth none.
+  eagle = TokenTree.of_widths((4, 8, 8, 3, 2))
+  assert list(map(len, eagle.levels)) == [1, 4, 8, 8, 3, 2]
+  assert [len(eagle.children[node]) for node in range(1, 5)] == [4, 3, 1, 0]
+  assert eagle.num_nodes == 26 and eagle.max_depth == 5
+
+
+@pytest.mark.parametrize(
+  ("make", "bad", "match"),
+  [
+    (TokenTree.from_paths, [(0,), (0,)], "twice"),
+    (TokenTree.from_paths, [(0, 0)], r"needs \(0,\), which is missing"),
+    (TokenTree.from_paths, [(0,), (2,)], r"needs \(1,\), which is missing"),
+    (TokenTree.from_paths, [()], "ranks"),
+    (TokenTree.from_paths, [(-1,)], "ranks"),
+    (TokenTree.cartesian, (2, 0), "branching"),
+    (TokenTree.cartesian, (8, 8, 8), "128 nodes"),
+    (TokenTree.of_widths, (), "widths"),
+    (TokenTree.of_widths, (100, 100), "128"),
+    (lambda nodes: TreeBudget(nodes, 3), 3, "max_depth"),
+    (lambda nodes: TreeBudget(nodes, 3), 129, "num_nodes"),
+  ],
+)
+def test_malformed_topologies_raise(make, bad, match):
+  with pytest.raises(ValueError, match=match):
+    make(bad)
+
+
+@pytest.mark.parametrize("nodes", (9, 40))
+def test_dynamic_trees_answer_as_static_ones(nodes):
+  """Three random topologies in one batch, N within and beyond one word of bits.
+
+  Fails when pointer doubling stops a step early, or rows are mixed.
+  """
+  some = st.lists(st.integers(0, 10**6), min_size=nodes - 1, max_size=nodes - 1)
+  # Small picks make deep trees, large ones shallow ones.
+  deep = some.map(lambda picks: (-1, *(max(i - pick % 3, 0) for i, pick in enumerate(picks))))
+  wide = some.map(lambda picks: (-1, *(pick % (i + 1) for i, pick in enumerate(picks))))
+  ask = jax.jit(
+    lambda parents, node: (
+      (tree := DynamicTree.from_parents(parents, nodes - 1)).depths,
+      tree.ancestors,
+      tree.ancestor_mask,
+      tree.path_to(node),
+      tree.of_parent(parents),
+    )
+  )
+
+  @settings(max_examples=15, deadline=None, derandomize=True)
+  @given(st.tuples(deep, wide, deep), st.integers(0, nodes - 1))
+  def check(topologies, node):
+    got = ask(jnp.array(topologies, jnp.int32), jnp.full(3, node))
+    for row, parents in enumerate(topologies):
+      tree = TokenTree(parents)
+      of_parent = tree.of_parent(np.array([parents]))[0]
+      path = np.pad(tree.paths[node], (0, nodes - 1 - tree.max_depth))
+      for mine, theirs in zip(got, (tree.depths, tree.ancestors, tree.ancestor_mask, path, of_parent)):
+        np.testing.assert_array_equal(mine[row], theirs)
+
+  check()
+
+
+def test_pack_bits_fills_words_in_order():
+  mask = np.zeros((1, 70), bool)
+  mask[0, [0, 31, 32, 69]] = True
+  want = [[1 | 1 << 31, 1, 1 << 5]]
+  np.testing.assert_array_equal(pack_bits(mask), want)
+  np.testing.assert_array_equal(pack_bits(jnp.asarray(mask)), want)

@@ -9,12 +9,12 @@ from typing import Any
 from specjax.base import Drafter
 from specjax.drafters.none import NoDrafter
 from specjax.drafters.prompt_lookup import PromptLookup
-from specjax.drafters.two_model import TwoModel
+from specjax.drafters.two_model import TwoModel, two_model
 
 DRAFTERS: dict[str, Callable[..., Drafter]] = {
   "none": NoDrafter,
   "prompt_lookup": PromptLookup,
-  "two_model": TwoModel,
+  "two_model": two_model,
 }
 
 
@@ -40,4 +40,4 @@ def make_drafter(name: str, **options: Any) -> Drafter:
   return make(**options)
 
 
-__all__ = ["DRAFTERS", "NoDrafter", "PromptLookup", "TwoModel", "make_drafter"]
+__all__ = ["DRAFTERS", "NoDrafter", "PromptLookup", "TwoModel", "make_drafter", "two_model"]

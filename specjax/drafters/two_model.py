@@ -1,23 +1,34 @@
-"""Two-model drafting: a small language model proposes a chain (Leviathan et al. 2023; Chen et al. 2023)."""
+"""Two-model drafting: a small language model proposes (Leviathan et al. 2023; Chen et al. 2023)."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax import cache as kv
 from specjax import sampling
 from specjax.base import DraftContext, Proposal
 from specjax.sampling import Purpose
-from specjax.tree import TokenTree
+from specjax.tree import TokenTree, pack_bits
 
 Array = jax.Array
 
-# The first draft step of a round feeds the root and the row a fully accepted round left out.
+Policy = Literal["sample", "sample_without_replacement", "top_k"]
+_KINDS = {
+  "sample": "sampled",
+  "sample_without_replacement": "sampled_without_replacement",
+  "top_k": "deterministic",
+}
+
+# The first forward of a round feeds the root and the row a fully accepted round left out.
 _CATCH_UP = 2
 
 
@@ -25,11 +36,85 @@ _CATCH_UP = 2
 class TwoModelState:
   """The draft model's cache; its length counts rows of committed tokens only.
 
-  ``drafted [B]`` is how many rows behind it hold the drafts of the round in flight.
+  ``drafted [B]`` is how many rows behind it belong to the round in flight: the root and fed drafts.
   """
 
   cache: kv.KVCache
   drafted: Array
+
+
+class _Level(NamedTuple):
+  """One forward of the draft: nodes of one depth that have children, and those children.
+
+  Numpy constants; levels of one shape are stacked and scanned.
+  """
+
+  depth: np.ndarray  # int32 [], of the children
+  fed: np.ndarray  # int32 [F], places of the fed nodes among the nodes of their depth
+  first_row: np.ndarray  # int32 [], scratch row of the first fed node, behind the root's
+  ancestors: np.ndarray  # uint32 [F, W], over scratch rows behind the root's
+  parent: np.ndarray  # int32 [C], which fed node each child has
+  rank: np.ndarray  # int32 [C], its place among its siblings
+  nodes: np.ndarray  # int32 [F, K], the child of each rank; the root where there is none
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+  """How a topology is grown: static tables of a tree.
+
+  Only nodes with children are fed, in the order of their depth; the draft's cache has rows for these.
+
+  Attributes:
+    levels: one a forward.
+    order: nodes in the order they are drafted, the root first.
+    row: of each node, its scratch row: 0 the root, then fed nodes in order; a leaf has -1.
+  """
+
+  levels: tuple[_Level, ...]
+  order: tuple[int, ...]
+  row: tuple[int, ...]
+
+
+@functools.lru_cache
+def _plan(tree: TokenTree) -> _Plan:
+  fed = [node for level in tree.levels for node in level if tree.children[node]]
+  row = np.full(tree.num_nodes, -1)
+  row[fed] = np.arange(len(fed))
+  words = pack_bits(tree.ancestor_mask[np.ix_(fed[1:], fed[1:])])
+  levels, order = [], [0]
+  for depth, members in enumerate(tree.levels[:-1], start=1):
+    parents = [node for node in members if tree.children[node]]
+    children = tree.levels[depth]
+    most = max(len(tree.children[node]) for node in parents)
+    nodes = [(*tree.children[node], *[0] * (most - len(tree.children[node]))) for node in parents]
+    rows = row[parents] - 1  # the root's own row is part of the prefix by then
+    levels.append(
+      _Level(
+        depth=np.int32(depth),
+        fed=np.array([members.index(node) for node in parents], np.int32),
+        first_row=np.int32(max(rows[0], 0)),
+        ancestors=words[rows] if depth > 1 else np.zeros((1, 0), np.uint32),
+        parent=np.array([parents.index(tree.parents[node]) for node in children], np.int32),
+        rank=np.array([tree.children[tree.parents[node]].index(node) for node in children], np.int32),
+        nodes=np.array(nodes, np.int32),
+      )
+    )
+    order.extend(children)
+  return _Plan(tuple(levels), tuple(order), tuple(row.tolist()))
+
+
+def _runs(levels: Sequence[_Level]) -> list[list[_Level]]:
+  """Neighbouring levels that grow in the same way, together: a chain is one run, and one scan."""
+  way = lambda level: (level.fed.tobytes(), level.parent.tobytes(), level.rank.tobytes(), level.nodes.shape)
+  return [list(run) for _, run in itertools.groupby(levels, key=way)]
+
+
+class _Children(NamedTuple):
+  """Drafted nodes of one level: ``tokens, found [B, C]``, and their parents' ``q [B, F, V]`` or None."""
+
+  tokens: Array
+  found: Array
+  q: Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,111 +122,190 @@ class TwoModel:
   """Any model with the target's vocabulary as the draft; weights are that model.
 
   The draft may differ in everything else: depth, heads, padding of the vocabulary, length limit. Where
-  its own limit ends it proposes nothing, and decoding goes on plainly.
+  its own limit ends it proposes nothing, and decoding goes on plainly. A tree is grown level by level,
+  one forward of the draft a level, over the nodes that have children.
 
   Attributes:
-    window: G, drafts a round.
+    tree: what to grow; a chain or with branches.
     vocab_size: width of the target's logits; q is given over it.
     num_real_tokens: ids below are real.
     max_length: positions the draft model was made for.
-    policy: ``sample`` draws from the draft's distribution, processed with the row's own settings, and
-      reports it as q; ``argmax`` takes its most likely token, a deterministic draft.
+    policy: how a node's children are chosen. ``sample``: each drawn from the draft's distribution,
+      processed with the row's own settings, which is reported as q. ``sample_without_replacement``: the
+      same without the tokens of elder siblings; a child that finds nothing left is not proposed.
+      ``top_k``: the most likely tokens, a deterministic draft.
+    implementation: of `tree_attention` in the draft model.
   """
 
-  window: int
+  tree: TokenTree
   vocab_size: int
   num_real_tokens: int
   max_length: int
-  policy: Literal["sample", "argmax"] = "sample"
+  policy: Policy = "sample"
+  implementation: str = "auto"
 
   name: ClassVar[str] = "two_model"
   taps: ClassVar[tuple[int, ...]] = ()
 
   def __post_init__(self):
-    if self.window < 1:
-      raise ValueError(f"window = {self.window}; two_model needs at least 1")
-    if self.policy not in ("sample", "argmax"):
-      raise ValueError(f"policy = {self.policy!r}; it must be sample or argmax")
+    if self.tree.num_nodes < 2:
+      raise ValueError(f"two_model: the tree has {self.tree.num_nodes} node; a draft needs at least 2")
+    if self.policy not in get_args(Policy):
+      raise ValueError(f"policy = {self.policy!r}; it must be one of {', '.join(get_args(Policy))}")
 
   @property
   def kind(self) -> str:
-    return "deterministic" if self.policy == "argmax" else "sampled"
-
-  @property
-  def tree(self) -> TokenTree:
-    return TokenTree.chain(self.window)
+    return _KINDS[self.policy]
 
   def init(self, weights, batch, slots):
     return TwoModelState(weights.init_cache(batch, slots), jnp.zeros((batch,), jnp.int32))
 
-  def prefill(self, weights, state, tokens, taps, valid):
-    cache = weights(tokens, state.cache, logits=False).cache
-    return state.replace(cache=kv.commit(cache, None, valid.sum(axis=1, dtype=jnp.int32)))
+  def prefill(self, weights, state, chunk):
+    cache = self._run(weights, chunk.tokens, state.cache, logits=False).cache
+    return state.replace(cache=kv.commit(cache, None, chunk.valid.sum(axis=1, dtype=jnp.int32)))
 
   def propose(self, weights, state, context: DraftContext, target_cache):
-    cache = self._catch_up(weights, state.cache, context)
-    # One or two rows are missing: the root, and before it the last draft of a fully accepted round.
+    first, *deeper = _plan(self.tree).levels
+    logits, cache = self._feed_root(weights, state.cache, context)
+    drafted = [self._children(logits, context, first)]
+    for run in _runs(deeper):
+      cache, grown = self._grow(weights, cache, context, drafted[-1].tokens, run)
+      drafted.extend(grown)
+    # Back to committed rows only; a row that is not decoding keeps what it had.
+    fed_to = jnp.where(context.active, jnp.maximum(context.length - 1, 0), state.cache.length)
+    fed_nodes = sum(row >= 0 for row in _plan(self.tree).row)
+    state = TwoModelState(cache.replace(length=fed_to), jnp.full_like(context.length, fed_nodes))
+    return self._proposal(context, drafted), state, target_cache
+
+  def extend(self, weights, state, committed):
+    # The drafts' rows are already there; those of accepted ones stay. A leaf has none: it is fed with the
+    # next root.
+    row = jnp.asarray(_plan(self.tree).row)[committed.path]
+    kept = jnp.sum(committed.valid & (row >= 0), axis=1, dtype=jnp.int32)
+    kept = jnp.minimum(kept, state.drafted)
+    path = None if self.tree.is_chain else jnp.maximum(row, 0)
+    return TwoModelState(kv.commit(state.cache, path, kept), jnp.zeros_like(state.drafted))
+
+  def _run(self, weights, tokens, cache, **kwargs):
+    return weights(tokens, cache, implementation=self.implementation, **kwargs)
+
+  def _feed_root(self, weights, cache, context) -> tuple[Array, kv.KVCache]:
+    """Logits behind the root, ``[B, 1, V_draft]``, and the cache with the root's row counted in."""
+    cache = self._catch_up(weights, cache, context)
+    # One or two rows are missing: the root, and before it the leaf that a round ended with.
     missing = context.length - cache.length
     at = cache.length[:, None] + jnp.arange(_CATCH_UP)
     tokens = jnp.take_along_axis(context.tokens, jnp.minimum(at, context.tokens.shape[1] - 1), axis=1)
-    output = weights(tokens, cache)
+    output = self._run(weights, tokens, cache)
     last = jnp.clip(missing - 1, 0, _CATCH_UP - 1)
     logits = jnp.take_along_axis(output.logits, last[:, None, None], axis=1)
-    cache = output.cache.replace(length=context.length)
-    first, q_first = self._choose(logits, context, 1)
-
-    def step(carry, node):
-      cache, token = carry
-      output = weights(token[:, None], cache)
-      cache = output.cache.replace(length=cache.length + 1)
-      token, q = self._choose(output.logits, context, node)
-      return (cache, token), (token, q)
-
-    (cache, _), (rest, q_rest) = jax.lax.scan(step, (cache, first), jnp.arange(2, self.window + 1))
-    tokens = jnp.concatenate([context.root[:, None], first[:, None], rest.T], axis=1)
-    q = None
-    if self.kind == "sampled":
-      q = jnp.concatenate([q_first[:, None], q_rest.swapaxes(0, 1)], axis=1)
-    # Node j was drawn by feeding the draft the position before it, which must be within its limit.
-    fed = context.length[:, None] - 2 + jnp.arange(self.window + 1)
-    valid = (fed < self.max_length).at[:, 0].set(True)
-    # Back to committed rows only; a row that is not decoding keeps what it had.
-    fed_to = jnp.where(context.active, jnp.maximum(context.length - 1, 0), state.cache.length)
-    state = TwoModelState(cache.replace(length=fed_to), jnp.full_like(context.length, self.window))
-    return Proposal(tokens, valid, q, tree=self.tree, kind=self.kind), state, target_cache
-
-  def extend(self, weights, state, tokens, taps, valid):
-    # The drafts' rows are already there; those of accepted ones stay. The last draft has none: it is
-    # fed with the next root.
-    kept = jnp.minimum(valid.sum(axis=1, dtype=jnp.int32), state.drafted)
-    return TwoModelState(kv.commit(state.cache, None, kept), jnp.zeros_like(state.drafted))
+    return logits, output.cache.replace(length=context.length)
 
   def _catch_up(self, weights, cache, context):
     """Feeds committed tokens in blocks until at most the last two have no row.
 
     Rounds that did not draft leave rows behind; with none behind this loop does not run.
     """
-    block = self.window + 1
+    block = self.tree.max_depth + 1
     behind = lambda cache: jnp.where(context.active, context.length - cache.length, 0)
 
     def feed(cache):
       at = cache.length[:, None] + jnp.arange(block)
       tokens = jnp.take_along_axis(context.tokens, jnp.minimum(at, context.tokens.shape[1] - 1), axis=1)
-      output = weights(tokens, cache, logits=False)
+      output = self._run(weights, tokens, cache, logits=False)
       return kv.commit(output.cache, None, jnp.clip(behind(cache) - 1, 0, block))
 
     return jax.lax.while_loop(lambda cache: jnp.any(behind(cache) > _CATCH_UP), feed, cache)
 
-  def _choose(self, logits: Array, context: DraftContext, node) -> tuple[Array, Array | None]:
-    """The draft behind ``logits [B, 1, V_draft]`` and the distribution it was drawn from ``[B, V]``."""
+  def _grow(self, weights, cache, context, tokens, run: list[_Level]):
+    """Grows the levels of a run behind ``tokens [B, nodes of the level before]``."""
+
+    def step(carry, level):
+      cache, tokens = carry
+      fed = tokens[:, run[0].fed]
+      output = self._run(
+        weights,
+        fed,
+        cache,
+        depths=jnp.full(fed.shape[1], level.depth - 2),  # behind the root, which the length counts
+        ancestors=level.ancestors,
+        scratch=level.first_row,
+      )
+      # Of the fields, only these change along a run.
+      level = run[0]._replace(depth=level.depth, nodes=level.nodes)
+      children = self._children(output.logits, context, level)
+      return (output.cache, children.tokens), children
+
+    if len(run) == 1:
+      (cache, _), children = step((cache, tokens), run[0])
+      return cache, [children]
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *run)
+    (cache, _), children = jax.lax.scan(step, (cache, tokens), stacked)
+    return cache, [jax.tree.map(lambda leaf, i=i: leaf[i], children) for i in range(len(run))]
+
+  def _children(self, logits: Array, context: DraftContext, level: _Level) -> _Children:
+    """Chooses the children behind ``logits [B, F, V_draft]`` of the fed nodes."""
+    logits = self._over_target_vocabulary(logits)
+    ranks = level.nodes.shape[1]
+    top, _ = sampling.peak(logits)
+    if self.policy == "top_k":
+      if ranks == 1:
+        tokens = sampling.argmax(logits, top)[..., None]
+      else:
+        tokens = jax.lax.top_k(logits, ranks)[1].astype(jnp.int32)
+      found = jnp.ones(tokens.shape, bool)
+      q = None
+    else:
+      q = left = sampling.processed_probs(logits, top, context.settings)
+      at = jnp.broadcast_to(context.length[:, None], q.shape[:2])
+      tokens, found = [], []
+      for rank in range(ranks):
+        found.append(left.sum(axis=-1) > 0)
+        u = sampling.uniform(context.settings.seed, Purpose.DRAFT, at, level.nodes[:, rank])
+        tokens.append(sampling.draw(left, u))
+        if self.policy == "sample_without_replacement":
+          left = jnp.where(jnp.arange(q.shape[-1]) == tokens[-1][..., None], 0.0, left)
+      tokens, found = jnp.stack(tokens, axis=-1), jnp.stack(found, axis=-1)
+    return _Children(tokens[:, level.parent, level.rank], found[:, level.parent, level.rank], q)
+
+  def _over_target_vocabulary(self, logits: Array) -> Array:
     width = logits.shape[-1]
     logits = sampling.mask_padding(logits, min(self.num_real_tokens, width))
     if width < self.vocab_size:
       logits = jnp.pad(logits, ((0, 0), (0, 0), (0, self.vocab_size - width)), constant_values=-jnp.inf)
-    logits = logits[..., : self.vocab_size]
-    top, _ = sampling.peak(logits)
-    if self.kind == "deterministic":
-      return sampling.argmax(logits, top)[:, 0], None
-    q = sampling.processed_probs(logits, top, context.settings)[:, 0]
-    u = sampling.uniform(context.settings.seed, Purpose.DRAFT, context.length, node)
-    return sampling.draw(q, u), q
+    return logits[..., : self.vocab_size]
+
+  def _proposal(self, context: DraftContext, drafted: list[_Children]) -> Proposal:
+    plan = _plan(self.tree)
+    by_node = np.argsort(plan.order)
+    tokens = jnp.concatenate([context.root[:, None], *(level.tokens for level in drafted)], axis=1)
+    found = [jnp.ones_like(context.active)[:, None], *(level.found for level in drafted)]
+    # A node was drawn by feeding the draft the position before it, which must be within its limit.
+    fed = context.length[:, None] - 2 + self.tree.depths
+    valid = jnp.concatenate(found, axis=1)[:, by_node] & (fed < self.max_length)
+    q = None
+    if self.kind != "deterministic":
+      # By parent: fed nodes are the first of a tree numbered by level; else a leaf shows another's row.
+      q = jnp.concatenate([level.q for level in drafted], axis=1)
+      row = np.maximum(plan.row, 0)
+      if row[: q.shape[1]].tolist() != list(range(q.shape[1])):
+        q = q[:, row]
+    return Proposal(tokens[:, by_node], valid.at[:, 0].set(True), q, tree=self.tree, kind=self.kind)
+
+
+def two_model(*, window: int, branching: Sequence[int] = (), **options) -> TwoModel:
+  """A `TwoModel` over a chain of ``window`` drafts, or a tree as deep.
+
+  Args:
+    window: G.
+    branching: children of a node at depth 0, 1, …; deeper nodes have one.
+    **options: fields of `TwoModel`.
+
+  Raises:
+    ValueError: naming the field, the value and the limit.
+  """
+  if window < 1:
+    raise ValueError(f"window = {window}; two_model needs at least 1")
+  if len(branching) > window:
+    raise ValueError(f"branching = {tuple(branching)} names {len(branching)} depths; window = {window}")
+  return TwoModel(TokenTree.cartesian((*branching, *[1] * (window - len(branching)))), **options)

@@ -25,6 +25,7 @@ class Decoder(nnx.Module):
 
   def __init__(self, config: DecoderConfig, *, dtype=jnp.float32, rngs: nnx.Rngs):
     self.config = config
+    self.mesh = None  # where parameters and caches lie: see `sharding.shard_model`
     embed = jax.random.normal(rngs.params(), (config.vocab_size, config.d_model), jnp.float32)
     self.embed = nnx.Param((embed / math.sqrt(config.d_model)).astype(dtype))
     self.layers = nnx.List(
@@ -53,6 +54,7 @@ class Decoder(nnx.Module):
     *,
     depths: Array | None = None,
     ancestors: Array | None = None,
+    scratch: Array | int = 0,
     taps: tuple[int, ...] = (),
     layer_range: tuple[int, int | None] = (0, None),
     hidden: Array | None = None,
@@ -65,6 +67,8 @@ class Decoder(nnx.Module):
       tokens: int32 ``[B, T]``.
       cache: prefix of ``cache.length[b]`` rows; the T new rows are written behind it (scratch). The
         length is left alone: `cache.commit` moves it.
+      scratch: int32, how many scratch rows are there already: the new ones are written behind them. So a
+        drafter grows its tree, one level a forward; needs ``ancestors`` and ``depths``.
       depths: int32 ``[T]`` or ``[B, T]``, position of token t minus the prefix length; None is
         ``0 … T-1``.
       ancestors: uint32 ``[T, W]`` or ``[B, T, W]``; bit j of token t says that it sees scratch row j.
@@ -86,16 +90,21 @@ class Decoder(nnx.Module):
     width = tokens.shape[1]
     depths = jnp.arange(width, dtype=jnp.int32) if depths is None else jnp.asarray(depths, jnp.int32)
     positions = cache.length[:, None] + depths
-    rope = layers.rope_table(positions, c)
+    call = layers.Call(
+      rope=layers.rope_table(positions, c),
+      prefix_length=cache.length,
+      start=cache.length + scratch,
+      ancestors=ancestors,
+      implementation=implementation,
+      mesh=self.mesh,
+    )
     x = jnp.take(self.embed[...], tokens, axis=0, mode="clip") if hidden is None else hidden
     tapped = {}
     k_cache, v_cache = list(cache.k), list(cache.v)
     for i in range(first, last):
       if i in taps:
         tapped[i] = x
-      x, k_cache[i], v_cache[i] = self.layers[i](
-        x, rope, k_cache[i], v_cache[i], cache.length, ancestors, implementation
-      )
+      x, k_cache[i], v_cache[i] = self.layers[i](x, k_cache[i], v_cache[i], call)
     if last in taps:
       tapped[last] = x
     return ModelOutput(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from specjax import cache as kv
 from specjax.kernels import tree_attention as ta
@@ -103,6 +106,26 @@ def rotate(x: Array, table: tuple[Array, Array]) -> Array:
   return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
 
 
+class Call(NamedTuple):
+  """What the layers of one forward share.
+
+  Attributes:
+    rope: from `rope_table`.
+    prefix_length: int32 ``[B]``, committed rows.
+    start: int32 ``[B]``, slot of the first row this forward writes.
+    ancestors: uint32 ``[T, W]`` or ``[B, T, W]``, or None (causal).
+    implementation: of `tree_attention`.
+    mesh: the devices that parameters and caches are spread over, or None.
+  """
+
+  rope: tuple[Array, Array]
+  prefix_length: Array
+  start: Array
+  ancestors: Array | None
+  implementation: str
+  mesh: Mesh | None
+
+
 class Attention(nnx.Module):
   """Grouped-query attention over the cache's prefix and the rows this call writes."""
 
@@ -116,8 +139,8 @@ class Attention(nnx.Module):
     norm = lambda: RMSNorm(c.head_dim, eps=c.norm_eps, dtype=dtype) if c.qk_norm else None
     self.q_norm, self.k_norm = norm(), norm()
 
-  def __call__(self, x, rope, k_cache, v_cache, prefix_length, ancestors, implementation):
-    """``x [B, T, D]`` → ``(y [B, T, D], k_cache, v_cache)`` with T rows written at the prefix's end."""
+  def __call__(self, x: Array, k_cache: Array, v_cache: Array, call: Call):
+    """``x [B, T, D]`` → ``(y [B, T, D], k_cache, v_cache)`` with T rows written at ``call.start``."""
     c = self.config
     batch, width, _ = x.shape
     q = self.q(x).reshape(batch, width, c.num_heads, c.head_dim)
@@ -125,19 +148,50 @@ class Attention(nnx.Module):
     v = self.v(x).reshape(batch, width, c.num_kv_heads, c.head_dim)
     if c.qk_norm:
       q, k = self.q_norm(q), self.k_norm(k)
-    q, k = rotate(q, rope), rotate(k, rope)
-    k_cache = kv.write_rows(k_cache, k.swapaxes(1, 2), prefix_length)
-    v_cache = kv.write_rows(v_cache, v.swapaxes(1, 2), prefix_length)
-    y, k_cache, v_cache = ta.tree_attention(
+    q, k = rotate(q, call.rope), rotate(k, call.rope)
+    y, k_cache, v_cache = write_and_attend(q, k, v, k_cache, v_cache, call, c.sliding_window)
+    return self.o(y.reshape(batch, width, -1)), k_cache, v_cache
+
+
+def divided(mesh: Mesh, axis: str, size: int) -> str | None:
+  """The mesh axis over which ``size`` rows or heads are cut; None where it does not divide them."""
+  count = dict(mesh.shape).get(axis)
+  return axis if count is not None and size % count == 0 else None
+
+
+def write_and_attend(q, k, v, k_cache, v_cache, call: Call, window: int | None):
+  """Writes the rows ``k, v [B, T, K, H]`` and attends with ``q [B, T, Q, H]``.
+
+  On a mesh each device does this for its rows and heads alone (`jax.shard_map`): a Pallas call cannot be
+  cut by the compiler, and neither heads nor rows need each other here.
+  """
+
+  def local(q, k, v, k_cache, v_cache, prefix_length, start, ancestors):
+    k_cache = kv.write_rows(k_cache, k.swapaxes(1, 2), start)
+    v_cache = kv.write_rows(v_cache, v.swapaxes(1, 2), start)
+    return ta.tree_attention(
       q,
       k_cache,
       v_cache,
       prefix_length,
       ancestors,
-      sliding_window=c.sliding_window,
-      implementation=implementation,
+      sliding_window=window,
+      implementation=call.implementation,
     )
-    return self.o(y.reshape(batch, width, -1)), k_cache, v_cache
+
+  if call.mesh is not None:
+    data = divided(call.mesh, "data", q.shape[0])
+    model = divided(call.mesh, "model", k.shape[2])
+    heads, cache, row = P(data, None, model, None), P(data, model, None, None), P(data)
+    bits = P() if call.ancestors is None or call.ancestors.ndim == 2 else row
+    local = jax.shard_map(
+      local,
+      mesh=call.mesh,
+      in_specs=(heads, heads, heads, cache, cache, row, row, bits),
+      out_specs=(heads, cache, cache),
+      check_vma=False,
+    )
+  return local(q, k, v, k_cache, v_cache, call.prefix_length, call.start, call.ancestors)
 
 
 class FeedForward(nnx.Module):
@@ -161,9 +215,7 @@ class DecoderLayer(nnx.Module):
     self.ff_norm = RMSNorm(config.d_model, eps=config.norm_eps, dtype=dtype)
     self.ff = FeedForward(config, dtype=dtype, rngs=rngs)
 
-  def __call__(self, x, rope, k_cache, v_cache, prefix_length, ancestors, implementation):
-    y, k_cache, v_cache = self.attention(
-      self.attention_norm(x), rope, k_cache, v_cache, prefix_length, ancestors, implementation
-    )
+  def __call__(self, x: Array, k_cache: Array, v_cache: Array, call: Call):
+    y, k_cache, v_cache = self.attention(self.attention_norm(x), k_cache, v_cache, call)
     x = x + y
     return x + self.ff(self.ff_norm(x)), k_cache, v_cache

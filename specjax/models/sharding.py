@@ -78,13 +78,20 @@ def _spec(path: tuple, leaf, model_size: int, config) -> PartitionSpec:
   return PartitionSpec()
 
 
+def parameter_shardings(model: Decoder, mesh: Mesh) -> nnx.State:
+  """Where each parameter lies, a tree like ``nnx.state(model)``; abstract models (shapes only) will do."""
+  model_size = dict(mesh.shape).get("model", 1)
+
+  def sharding(path, leaf):
+    spec = _spec(path, leaf, model_size, model.config) if model_size > 1 else PartitionSpec()
+    return NamedSharding(mesh, spec)
+
+  return jax.tree_util.tree_map_with_path(sharding, nnx.state(model))
+
+
 def shard_model(model: Decoder, mesh: Mesh) -> Decoder:
   """The model with its parameters on the mesh; what a device count does not divide is replicated."""
   graph, params = nnx.split(model)
-  model_size = dict(mesh.shape).get("model", 1)
-
-  def place(path, leaf):
-    spec = _spec(path, leaf, model_size, model.config) if model_size > 1 else PartitionSpec()
-    return jax.device_put(leaf, NamedSharding(mesh, spec))
-
-  return nnx.merge(graph, jax.tree_util.tree_map_with_path(place, params))
+  sharded = nnx.merge(graph, jax.tree.map(jax.device_put, params, parameter_shardings(model, mesh)))
+  sharded.mesh = mesh
+  return sharded

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import sampling
-from specjax.base import DraftContext, Proposal
+from specjax.base import Committed, DraftContext, Proposal
 from specjax.sampling import Purpose
 from specjax.tree import TokenTree
 
@@ -37,7 +37,8 @@ class Record:
     zeros = lambda *shape, dtype=jnp.int32: jnp.zeros((batch, *shape), dtype)
     return cls(zeros(slots), zeros(slots, dtype=jnp.float32), zeros(), zeros())
 
-  def append(self, tokens: Array, taps: Array | None, valid: Array) -> Record:
+  def append(self, new: Committed) -> Record:
+    tokens, valid, taps = new.tokens, new.valid, new.taps
     batch, slots = self.tokens.shape
     at = jnp.where(valid, self.length[:, None] + jnp.cumsum(valid, axis=1) - 1, slots)
     put = lambda buffer, new: buffer.at[jnp.arange(batch)[:, None], at].set(new, mode="drop")
@@ -61,11 +62,11 @@ class _Recording:
   def init(self, weights, batch, slots):
     return Record.create(batch, slots)
 
-  def prefill(self, weights, state, tokens, taps, valid):
-    return state.append(tokens, taps, valid)
+  def prefill(self, weights, state, chunk):
+    return state.append(chunk)
 
-  def extend(self, weights, state, tokens, taps, valid):
-    return state.append(tokens, taps, valid)
+  def extend(self, weights, state, committed):
+    return state.append(committed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +134,7 @@ class TruthDrafter(_Recording):
   def propose(self, weights, state, context: DraftContext, target_cache):
     tree, texts, nodes = self.tree, weights["texts"], weights["nodes"]
     line = context.settings.seed.astype(jnp.int32)
-    at = context.length[:, None] - 1 + jnp.asarray(tree.depths)
+    at = context.length[:, None] - 1 + tree.depths
     truth = jnp.take_along_axis(texts[line], jnp.minimum(at, texts.shape[1] - 1), axis=1)
     right = jnp.asarray(tree.ancestor_mask)[nodes[(state.rounds + line) % nodes.shape[0]]]
     wrong = (truth + 1 + jnp.arange(tree.num_nodes) % (self.vocab - 1)) % self.vocab

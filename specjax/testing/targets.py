@@ -103,7 +103,16 @@ class TableTarget:
     return np.asarray(self.table[row])
 
   def __call__(
-    self, tokens, cache, *, depths=None, ancestors=None, taps=(), logits=True, implementation="auto", **_
+    self,
+    tokens,
+    cache,
+    *,
+    depths=None,
+    ancestors=None,
+    scratch=0,
+    taps=(),
+    logits=True,
+    implementation="auto",
   ) -> ModelOutput:
     width = tokens.shape[1]
     depths = jnp.arange(width) if depths is None else jnp.asarray(depths)
@@ -113,7 +122,7 @@ class TableTarget:
       index = tokens
     else:
       block = jnp.stack([tokens, positions], axis=-1)[:, None].astype(jnp.float32)
-      write = lambda buffer: kv.write_rows(buffer, block, cache.length)
+      write = lambda buffer: kv.write_rows(buffer, block, cache.length + scratch)
       cache = cache.replace(k=(write(cache.k[0]),), v=(write(cache.v[0]),))
       index = jnp.minimum(positions, rows - 1)
       if self.by == "history":

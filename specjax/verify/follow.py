@@ -9,20 +9,19 @@ import jax
 import jax.numpy as jnp
 
 from specjax import sampling
-from specjax.base import Proposal, Verdict
+from specjax.base import ALL_KINDS, Proposal, Verdict
 from specjax.sampling import Purpose, Settings
 
 Array = jax.Array
-
-ALL_KINDS = frozenset({"deterministic", "sampled"})
 
 
 def verdict_of(node: Array, proposal: Proposal, next_token: Array, **known) -> Verdict:
   """The verdict that accepts everything from the root down to ``node [B]``."""
   tree = proposal.tree
+  depths = jnp.broadcast_to(tree.depths, proposal.tokens.shape)
   return Verdict(
-    path=jnp.asarray(tree.paths)[node],
-    accepted=jnp.asarray(tree.depths, jnp.int32)[node],
+    path=tree.path_to(node),
+    accepted=jnp.take_along_axis(depths, node[:, None], axis=1)[:, 0],
     next_token=next_token,
     overlap=known.get("overlap", jnp.zeros(node.shape, jnp.float32)),
     judged=known.get("judged", jnp.zeros(node.shape, jnp.int32)),
@@ -38,8 +37,8 @@ def deepest_accepted(accepts: Array, proposal: Proposal) -> Array:
   """
   tree = proposal.tree
   accepts = (accepts & proposal.valid).at[:, 0].set(True)
-  reached = jnp.all(accepts[:, None, :] | ~jnp.asarray(tree.ancestor_mask), axis=-1)
-  return jnp.argmax(jnp.where(reached, jnp.asarray(tree.depths, jnp.int32) + 1, 0), axis=-1).astype(jnp.int32)
+  reached = jnp.all(accepts[:, None, :] | ~tree.ancestor_mask, axis=-1)
+  return jnp.argmax(jnp.where(reached, tree.depths + 1, 0), axis=-1).astype(jnp.int32)
 
 
 def follow(chosen: Array, proposal: Proposal) -> Verdict:
@@ -49,8 +48,7 @@ def follow(chosen: Array, proposal: Proposal) -> Verdict:
     chosen: int32 ``[B, N]``, the target's own next token behind each node.
     proposal: of any kind and topology.
   """
-  parents = jnp.asarray(proposal.tree.parents)
-  node = deepest_accepted(proposal.tokens == chosen[:, parents], proposal)
+  node = deepest_accepted(proposal.tokens == proposal.tree.of_parent(chosen), proposal)
   next_token = jnp.take_along_axis(chosen, node[:, None], axis=1)[:, 0]
   return verdict_of(node, proposal, next_token)
 
@@ -87,6 +85,5 @@ class DrawAndFollow:
   needs: ClassVar[str] = "probs"
 
   def __call__(self, target: Array, proposal: Proposal, settings: Settings, length: Array) -> Verdict:
-    depths = jnp.asarray(proposal.tree.depths, jnp.int32)
-    u = sampling.uniform(settings.seed, Purpose.TARGET, length[:, None] + depths)
+    u = sampling.uniform(settings.seed, Purpose.TARGET, length[:, None] + proposal.tree.depths)
     return follow(sampling.draw(target, u), proposal)

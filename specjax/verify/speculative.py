@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from specjax import sampling
-from specjax.base import Proposal, Verdict
+from specjax.base import ALL_KINDS, Proposal, Verdict
 from specjax.sampling import Purpose, Settings
-from specjax.verify.follow import ALL_KINDS, deepest_accepted, verdict_of
+from specjax.verify.follow import deepest_accepted, verdict_of
 
 Array = jax.Array
 
@@ -37,9 +37,7 @@ class SpeculativeSampling:
 
   def __call__(self, target: Array, proposal: Proposal, settings: Settings, length: Array) -> Verdict:
     if not proposal.tree.is_chain:
-      raise ValueError(
-        f"rule speculative_sampling takes chains, got a tree with parents {proposal.tree.parents}"
-      )
+      raise ValueError(f"rule speculative_sampling takes chains, got {proposal.tree}")
     batch, nodes = proposal.tokens.shape
     node_ids = jnp.arange(nodes)
     drafted = proposal.tokens[:, 1:]

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from specjax import sampling
-from specjax.base import Proposal, Verdict
+from specjax.base import ALL_KINDS, Proposal, Verdict
 from specjax.sampling import Purpose, Settings
-from specjax.verify.follow import ALL_KINDS, deepest_accepted, verdict_of
+from specjax.verify.follow import deepest_accepted, verdict_of
 
 Array = jax.Array
 
@@ -40,9 +40,8 @@ class Synthetic:
       raise ValueError(f"synthetic rates = {self.rates}; at least one is needed, each in [0, 1]")
 
   def __call__(self, target: Array, proposal: Proposal, settings: Settings, length: Array) -> Verdict:
-    depths = jnp.asarray(proposal.tree.depths, jnp.int32)
-    rates = jnp.asarray(self.rates, jnp.float32)[jnp.clip(depths - 1, 0, len(self.rates) - 1)]
+    rates = jnp.asarray(self.rates, jnp.float32)[jnp.clip(proposal.tree.depths - 1, 0, len(self.rates) - 1)]
     starts = jnp.broadcast_to(length[:, None], proposal.tokens.shape)
-    u = sampling.uniform(settings.seed, Purpose.ACCEPT, starts, jnp.arange(depths.shape[0]))
+    u = sampling.uniform(settings.seed, Purpose.ACCEPT, starts, jnp.arange(proposal.tree.num_nodes))
     node = deepest_accepted(u < rates, proposal)
     return verdict_of(node, proposal, jnp.take_along_axis(target, node[:, None], axis=1)[:, 0])

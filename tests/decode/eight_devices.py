@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from specjax import decode
-from specjax.drafters import TwoModel, make_drafter
+from specjax.drafters import make_drafter
 from specjax.models.sharding import make_mesh, shard_model
 from specjax.testing import perturbed, tiny_model
 from specjax.verify import make_rule
@@ -21,7 +21,10 @@ def main():
   drafters = {
     "none": (make_drafter("none"), None),
     "prompt_lookup": (make_drafter("prompt_lookup", window=4, min_ngram=1), None),
-    "two_model": (TwoModel(window=4, vocab_size=64, num_real_tokens=64, max_length=512), draft),
+    "two_model": (
+      make_drafter("two_model", window=4, vocab_size=64, num_real_tokens=64, max_length=512),
+      draft,
+    ),
   }
   for name, (drafter, model) in drafters.items():
     config = decode.DecodeConfig(

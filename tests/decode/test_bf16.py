@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from specjax import decode
-from specjax.drafters import TwoModel, make_drafter
+from specjax.drafters import make_drafter
 from specjax.testing import first_difference, perturbed, teacher_forced, tiny_model
 from specjax.verify import make_rule
 from tests import contract
@@ -34,7 +34,7 @@ def outside(prompt, new, model=MODEL):
 def test_n1_bf16_greedy_is_within_a_rounding_step(name):
   """Each emitted token, fed to the plain model, is a maximum but for a tie. Fails for a wrong token."""
   if name == "two_model":
-    drafter = TwoModel(window=4, vocab_size=61, num_real_tokens=61, max_length=512)
+    drafter = make_drafter("two_model", window=4, vocab_size=61, num_real_tokens=61, max_length=512)
   else:
     drafter = make_drafter(name)
   config = decode.DecodeConfig(

@@ -83,7 +83,11 @@ def cache_sized_work(text: str, caches) -> set[str]:
 LOOPS = [(name, batch) for name in ("none", "prompt_lookup", "two_model_sample") for batch in (1, 2)]
 
 
-@pytest.mark.parametrize(("name", "batch"), [*LOOPS, ("scripted_tree", 2), ("prompt_lookup_plain_rounds", 2)])
+TREES = ("scripted_tree", "prompt_lookup_tree", "two_model_tree_top_k")
+LOOPS += [(name, 2) for name in (*TREES, "prompt_lookup_plain_rounds")]
+
+
+@pytest.mark.parametrize(("name", "batch"), LOOPS)
 def test_no_cache_is_copied_in_the_loop(name, batch):
   """Reads the optimized program of the whole generation (B = 1 and 2).
 

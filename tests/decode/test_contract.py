@@ -79,6 +79,6 @@ def test_scripted_plans_are_followed():
 
 def test_every_pair_accepts_something():
   """Token identity also holds for a drafter that never proposes: then it shows nothing (case P9)."""
-  for name in ("prompt_lookup", "two_model_argmax", "two_model_sample", "self_draft"):
+  for name in ("prompt_lookup", "two_model_top_k", "two_model_sample", "self_draft"):
     rows = contract.run(name, "speculative_sampling")
     assert sum(map(sum, (row.accepted for row in rows))) > 10, name

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from specjax import decode, sampling
-from specjax.drafters import TwoModel, make_drafter
+from specjax.drafters import make_drafter
 from specjax.sampling import Settings
 from specjax.testing import SampledDrafter, TableTarget, chi_square, joint_law, process
 from specjax.verify import make_rule
@@ -27,8 +27,16 @@ DRAFT = TableTarget.random(11, VOCAB, by="token", spread=1.2)
 ALPHA = 2e-4
 
 
-def two_model():
-  return TwoModel(window=2, vocab_size=VOCAB, num_real_tokens=VOCAB, max_length=99)
+def two_model(**options):
+  sizes = dict(vocab_size=VOCAB, num_real_tokens=VOCAB, max_length=99)
+  return make_drafter("two_model", window=2, **sizes, **options)
+
+
+TREES = {
+  "tree-top_k": dict(branching=(2,), policy="top_k"),
+  "tree-sample": dict(branching=(2, 2), policy="sample"),
+  "tree-distinct": dict(branching=(2, 2), policy="sample_without_replacement"),
+}
 
 
 CASES = {
@@ -42,6 +50,18 @@ CASES = {
   ),
   "two_model-speculative": (two_model, DRAFT, "speculative_sampling"),
 }
+FOLLOWED = {
+  "table-follow": CASES["table-follow"],
+  "lookup-tree": (
+    lambda: make_drafter("prompt_lookup", window=2, min_ngram=1, matches=3),
+    None,
+    "draw_and_follow",
+  ),
+  **{
+    name: (functools.partial(two_model, **options), DRAFT, "draw_and_follow")
+    for name, options in TREES.items()
+  },
+}
 
 
 def config_of(drafter, rule, **changes):
@@ -52,7 +72,7 @@ def config_of(drafter, rule, **changes):
 @functools.cache
 def sample(case, batches=BATCHES, **settings):
   """``(tokens [rows, STEPS], accepted drafts, proposed drafts)``."""
-  make, draft, rule = CASES[case]
+  make, draft, rule = (CASES | FOLLOWED)[case]
   config = config_of(make(), rule)
   weights = decode.Weights(TARGET, draft)
   settings = Settings.create(ROWS, **{"temperature": 1.0, **settings})
@@ -108,9 +128,17 @@ def test_the_ruler_sees_small_errors():
   assert chi_square(counts(tokens), joint_law(off, PROMPT, STEPS)) < 1e-6
 
 
-def test_draw_and_follow_equals_plain_text_for_text():
-  """The same seeds give the same texts whatever was drafted. Fails when the draw is keyed by round."""
-  np.testing.assert_array_equal(sample("table-follow")[0], sample("plain")[0])
+@pytest.mark.parametrize("case", FOLLOWED)
+def test_draw_and_follow_equals_plain_text_for_text(case):
+  """The same seeds give the same texts whatever was drafted, chains and trees of every kind.
+
+  So the law of a tree is plain's, which χ² holds to the target's. Fails when the draw is keyed by round,
+  or a draft is followed that its parent did not choose.
+  """
+  batches = BATCHES if case == "table-follow" else 1
+  tokens, accepted, proposed = sample(case, batches)
+  np.testing.assert_array_equal(tokens, sample("plain")[0][: len(tokens)])
+  assert 0.05 * proposed < accepted < 0.9 * proposed
 
 
 def test_f2_noise_is_not_frozen():

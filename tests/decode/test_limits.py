@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specjax import decode
-from specjax.drafters import TwoModel
+from specjax.drafters import make_drafter
 from specjax.sampling import Settings
 from specjax.testing import (
   ScriptedDrafter,
@@ -37,7 +37,7 @@ def run(weights, config, prompts, **kwargs):
 
 def two_model(window, **options):
   fields = dict(vocab_size=61, num_real_tokens=61, max_length=512)
-  return TwoModel(window=window, **{**fields, **options})
+  return make_drafter("two_model", window=window, **{**fields, **options})
 
 
 def test_b2_b6_the_last_tokens_before_the_limit():
@@ -144,7 +144,7 @@ def test_l1_padded_vocabularies():
   real = rng.normal(size=10)
   target = TableTarget(jnp.asarray(np.r_[real, 9, 9][None], jnp.float32), by="position")
   draft = TableTarget(jnp.asarray(np.r_[rng.normal(size=10), 9][None], jnp.float32), by="position")
-  drafter = TwoModel(window=2, vocab_size=12, num_real_tokens=10, max_length=99)
+  drafter = make_drafter("two_model", window=2, vocab_size=12, num_real_tokens=10, max_length=99)
   config = config_of(drafter, "speculative_sampling", num_real_tokens=10, length_limit=8)
   rows = 4096
   settings = Settings.create(rows, temperature=[0.0, *[1.0] * (rows - 1)], seed=range(rows))

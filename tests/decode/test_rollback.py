@@ -9,7 +9,7 @@ import pytest
 
 from specjax import cache as kv
 from specjax import decode
-from specjax.drafters import TwoModel
+from specjax.drafters import make_drafter
 from specjax.testing import TableTarget, assert_cache_rows, perturbed, tiny_model
 from specjax.verify import make_rule
 from tests import contract
@@ -18,7 +18,9 @@ MODEL = tiny_model(2, num_layers=1)
 
 
 def two_model(window, vocab, **options):
-  return TwoModel(window=window, vocab_size=vocab, num_real_tokens=vocab, **{"max_length": 512, **options})
+  return make_drafter(
+    "two_model", window=window, vocab_size=vocab, num_real_tokens=vocab, **{"max_length": 512, **options}
+  )
 
 
 def config_of(drafter, **changes):
@@ -55,7 +57,7 @@ def test_a2_draft_cache_follows_what_was_accepted():
   vocab, prompt = 11, [1, 2, 3]
   right = np.arange(40) * 3 % vocab
   target = TableTarget(jax.nn.one_hot(right, vocab), by="position")
-  drafter = two_model(4, vocab, policy="argmax")
+  drafter = two_model(4, vocab, policy="top_k")
   config = config_of(drafter, num_real_tokens=vocab, length_limit=30)
   for accepted in range(5):
     wrong = right.copy()

@@ -34,7 +34,7 @@ def test_f3_seed_7_with_other_windows_and_in_other_slots():
   Fails when a target draw is keyed by anything but (seed, absolute position), by the round for one.
   """
   texts = [row.tokens for row in contract.plain_sampled()]
-  for name in ("prompt_lookup", "two_model_argmax", "two_model_sample", "self_draft"):
+  for name in ("prompt_lookup", "two_model_top_k", "two_model_sample", "self_draft"):
     assert [row.tokens for row in rows_of(name, "draw_and_follow")] == texts, name
 
 

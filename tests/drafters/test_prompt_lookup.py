@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from specjax.base import DraftContext
 from specjax.drafters import PromptLookup
+from specjax.drafters.prompt_lookup import merge
 from specjax.sampling import Settings
 
 CAPACITY = 24
@@ -70,7 +71,61 @@ def test_empty_rows_propose_nothing():
   assert propose([], [4, 4])[0] == []
 
 
-@pytest.mark.parametrize("bad", (dict(window=0), dict(min_ngram=0), dict(min_ngram=3, max_ngram=2)))
+def trie(chains, nodes):
+  """Paths of the merged chains by loops, in the order they come, at most ``nodes - 1`` of them."""
+  paths = []
+  for chain in chains:
+    for depth in range(1, len(chain) + 1):
+      if tuple(chain[:depth]) not in paths:
+        paths.append(tuple(chain[:depth]))
+  return paths[: nodes - 1]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+  st.lists(st.lists(st.integers(0, 2), min_size=12, max_size=12), min_size=2, max_size=2),
+  st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=2, max_size=2),
+)
+def test_merged_chains_are_a_trie(numbers, found):
+  """Four chains of three, some not found, ten nodes: what begins alike is one node, order decides.
+
+  Fails when chains that differ early are merged later, or a node is kept whose parent was cut.
+  """
+  drafts = np.array(numbers).reshape(2, 4, 3)
+  tokens, valid, parents = map(np.asarray, jax.jit(merge, static_argnums=2)(drafts, np.array(found), 10))
+  for row in range(2):
+    paths = {0: ()}
+    for node in range(1, 10):
+      if valid[row, node]:
+        paths[node] = (*paths[parents[row, node]], int(tokens[row, node]))
+    chains = [chain.tolist() for chain, is_there in zip(drafts[row], found[row]) if is_there]
+    assert list(paths.values())[1:] == trie(chains, 10)
+
+
+def test_a_tree_holds_what_followed_each_occurrence():
+  """[1, 2, 9, 1, 2, 8, 1, 2]: both 9 and 8, the latest first; the chain is its first branch."""
+  text = [1, 2, 9, 1, 2, 8, 1, 2]
+  tokens = np.array([text + [1] * 8], np.int32)
+  context = DraftContext(tokens, np.array([8]), np.array([2]), np.array([True]), Settings.create(1))
+  drafter = PromptLookup(window=3, max_ngram=2, matches=4, nodes=6)
+  proposal = drafter.propose(None, (), context, None)[0]
+  assert proposal.tokens[0].tolist() == [2, 8, 1, 2, 9, 1]
+  assert proposal.tree.parents[0].tolist() == [-1, 0, 1, 2, 0, 4]
+  assert proposal.valid.all() and drafter.tree.num_nodes == 6
+
+
+@pytest.mark.parametrize(
+  "bad",
+  (
+    dict(window=0),
+    dict(min_ngram=0),
+    dict(min_ngram=3, max_ngram=2),
+    dict(matches=0),
+    dict(nodes=9),
+    dict(nodes=5, matches=2),
+    dict(nodes=200, matches=2),
+  ),
+)
 def test_bad_options_name_themselves(bad):
   with pytest.raises(ValueError, match=next(iter(bad))):
     PromptLookup(**bad)

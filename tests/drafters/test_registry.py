@@ -19,12 +19,21 @@ def test_unknown_drafters_are_named(name):
     make_drafter(name)
 
 
+SIZES = dict(vocab_size=9, num_real_tokens=9, max_length=9)
+
+
 @pytest.mark.parametrize(
   ("name", "options", "field"),
   [
     ("none", dict(window=2), "window"),
-    ("two_model", dict(window=0, vocab_size=9, num_real_tokens=9, max_length=9), "window"),
-    ("two_model", dict(window=1, vocab_size=9, num_real_tokens=9, max_length=9, policy="beam"), "policy"),
+    ("two_model", dict(window=0, **SIZES), "window"),
+    ("two_model", dict(window=1, **SIZES, policy="beam"), "policy"),
+    (
+      "two_model",
+      dict(window=1, branching=(2, 2), **SIZES),
+      "branching",
+    ),
+    ("two_model", dict(window=2, branching=(0,), **SIZES), "branching"),
   ],
 )
 def test_bad_options_name_themselves(name, options, field):

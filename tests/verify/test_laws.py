@@ -11,7 +11,7 @@ from specjax import sampling
 from specjax.base import Proposal
 from specjax.sampling import Purpose, Settings
 from specjax.testing import TableTarget, fixed_noise, joint_law, process, round_law
-from specjax.tree import TokenTree
+from specjax.tree import DynamicTree, TokenTree
 from specjax.verify import RULES, make_rule
 
 LOSSLESS = ("draw_and_follow", "speculative_sampling")
@@ -180,7 +180,8 @@ def test_invalid_drafts_leave_the_law_alone(rule, q):
   np.testing.assert_allclose(np.bincount(verdict.next_token, minlength=3) / 50, p, atol=1e-6)
 
 
-def test_draw_and_follow_on_a_tree_has_the_targets_law():
+@pytest.mark.parametrize("dynamic", (False, True))
+def test_draw_and_follow_on_a_tree_has_the_targets_law(dynamic):
   """A branching draft: each path is followed where the target's own draws lead. Law of three tokens.
 
   Fails when a node's choice is read at its own row instead of its parent's, or noise goes by node.
@@ -199,6 +200,8 @@ def test_draw_and_follow_on_a_tree_has_the_targets_law():
   noise = jnp.asarray(u, jnp.float32)
   values = lambda purpose, position, node: jnp.take_along_axis(noise, position - 5, axis=1)
   tokens = jnp.tile(jnp.array([drafts], jnp.int32), (len(u), 1))
+  if dynamic:  # the same topology as an array a row
+    tree = DynamicTree.from_parents(jnp.tile(jnp.array([tree.parents], jnp.int32), (len(u), 1)), 2)
   proposal = Proposal(tokens, jnp.ones_like(tokens, bool), None, tree=tree, kind="deterministic")
   with fixed_noise(values):
     verdict = compiled(make_rule("draw_and_follow"))(

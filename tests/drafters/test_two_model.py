@@ -1,0 +1,128 @@
+"""Trees grown by a draft model: every child comes from its own path, and q says how."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.base import DraftContext
+from specjax.drafters import TwoModel
+from specjax.sampling import Settings
+from specjax.testing import TableTarget, chi_square, process
+from specjax.tree import TokenTree
+
+VOCAB = 5
+# By history: the logits behind a node depend on every row it sees in the cache, and where.
+DRAFT = TableTarget.random(3, VOCAB, by="history")
+PROMPTS = ([1, 2, 3, 4], [2], [0, 4, 1])
+TREES = {
+  "chain": TokenTree.chain(4),
+  "cartesian": TokenTree.cartesian((3, 2, 1, 1)),
+  "widths": TokenTree.of_widths((3, 4, 2)),
+  "numbered depth first": TokenTree((-1, 0, 1, 2, 1, 0, 5, 6, 5)),
+}
+
+
+def propose(drafter, prompts, settings, weights=DRAFT):
+  """One proposal behind prompts that the draft has seen."""
+  length = np.array([len(prompt) for prompt in prompts], np.int32)
+  tokens = np.zeros((len(prompts), 16), np.int32)
+  for row, prompt in enumerate(prompts):
+    tokens[row, : len(prompt)] = prompt
+  root = tokens[np.arange(len(prompts)), length - 1]
+  context = DraftContext(*map(jnp.asarray, (tokens, length, root, length > 0)), settings)
+
+  @jax.jit
+  def run(weights, context):
+    state = drafter.init(weights, len(prompts), 64)
+    return drafter.propose(weights, state, context, None)[0]
+
+  return jax.device_get(run(weights, context))
+
+
+def make(tree, policy, **options):
+  return TwoModel(
+    tree, policy=policy, **{"vocab_size": VOCAB, "num_real_tokens": VOCAB, "max_length": 99, **options}
+  )
+
+
+def texts(proposal, tree, prompts):
+  """``[row][node]``: the prompt and the path down to the node."""
+  return [
+    [(*prompt, *tokens[path[1 : depth + 1]].tolist()) for path, depth in zip(tree.paths, tree.depths)]
+    for prompt, tokens in zip(prompts, proposal.tokens)
+  ]
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_top_k_children_are_the_likeliest(name):
+  """Each node's children are the draft's best tokens behind its own path, in order.
+
+  Fails when a level reads a sibling's rows, another level's scratch rows, or a position by node number.
+  """
+  tree = TREES[name]
+  proposal = propose(make(tree, "top_k"), PROMPTS, Settings.create(3))
+  assert proposal.q is None and proposal.valid.all()
+  for row, nodes in enumerate(texts(proposal, tree, PROMPTS)):
+    for node, children in enumerate(tree.children):
+      best = np.argsort(-DRAFT.logits_after(nodes[node]), kind="stable")
+      assert [int(proposal.tokens[row, child]) for child in children] == best[: len(children)].tolist()
+
+
+@pytest.mark.parametrize("policy", ("sample", "sample_without_replacement"))
+@pytest.mark.parametrize("name", TREES)
+def test_q_is_kept_by_parent(name, policy):
+  """q of a node with children: the draft's law behind its path, processed with the row's settings.
+
+  Fails when q is ordered by child, by draft order, or taken before temperature.
+  """
+  tree = TREES[name]
+  settings = Settings.create(3, temperature=[1.0, 0.7, 1.5], top_k=[0, 0, 4], seed=[5, 6, 7])
+  proposal = propose(make(tree, policy), PROMPTS, settings)
+  for row, nodes in enumerate(texts(proposal, tree, PROMPTS)):
+    for node, children in enumerate(tree.children):
+      if children and proposal.valid[row, node]:
+        want = process(
+          DRAFT.logits_after(nodes[node]), temperature=(1.0, 0.7, 1.5)[row], top_k=(0, 0, 4)[row]
+        )
+        np.testing.assert_allclose(proposal.q[row, node], want, atol=1e-6)
+        drawn = [int(proposal.tokens[row, child]) for child in children]
+        assert all(want[token] > 0 for token in drawn)
+        if policy == "sample_without_replacement":
+          assert len(set(drawn)) == len(drawn)
+
+
+@pytest.mark.parametrize("policy", ("sample", "sample_without_replacement"))
+def test_siblings_have_the_stated_law(policy):
+  """χ² of two siblings over 40000 seeds: q(x) q(y), or q(x) q(y) / (1 - q(x)) for y ≠ x.
+
+  p must exceed 1e-4. Fails when siblings share noise, or q is not renormalised.
+  """
+  rows = 40_000
+  prompts = [[1, 2]] * rows
+  settings = Settings.create(rows, temperature=1.0, seed=range(rows))
+  proposal = propose(make(TokenTree((-1, 0, 0)), policy), prompts, settings)
+  q = process(DRAFT.logits_after((1, 2)))
+  law = np.outer(q, q)
+  if policy == "sample_without_replacement":
+    law = law / (1 - q[:, None]) * (1 - np.eye(VOCAB))
+  pairs = np.ravel_multi_index(proposal.tokens[:, 1:].T, law.shape)
+  assert chi_square(np.bincount(pairs, minlength=law.size).reshape(law.shape), law) > 1e-4
+
+
+def test_a_sibling_that_finds_nothing_left_is_not_proposed():
+  """Greedy rows have all mass on one token: drawn without replacement, only the first child exists."""
+  tree = TokenTree.cartesian((3, 1))
+  proposal = propose(make(tree, "sample_without_replacement"), PROMPTS, Settings.create(3))
+  assert proposal.valid[:, :4].tolist() == [[True, True, False, False]] * 3
+  proposal = propose(
+    make(tree, "sample_without_replacement"), PROMPTS, Settings.create(3, temperature=1.0, top_k=2)
+  )
+  assert proposal.valid[:, :4].tolist() == [[True, True, True, False]] * 3
+
+
+def test_deep_nodes_end_with_the_drafts_own_limit():
+  """A draft made for 4 positions, 3 tokens committed: depth 1 and 2 are proposed, deeper is not (case B4)."""
+  tree = TREES["cartesian"]
+  proposal = propose(make(tree, "top_k", max_length=4), [[1, 2, 3]], Settings.create(1))
+  np.testing.assert_array_equal(proposal.valid[0], tree.depths <= 2)
