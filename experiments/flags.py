@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 from absl import app, flags, logging
 
-from specjax.drafters import DRAFTERS
+from specjax.drafters import DRAFTERS, parse_drafter
+from specjax.kernels.tree_attention import IMPLEMENTATIONS
 from specjax.models.sharding import parse_mesh
 from specjax.sampling import MIN_TEMPERATURE
 from specjax.tree import MAX_NODES
@@ -26,7 +27,10 @@ DRAFT_MODEL = flags.DEFINE_string(
   "draft_model", "", "Draft model of --drafter=two_model (or the weights of a drafter from outside)."
 )
 DRAFTER = flags.DEFINE_string(
-  "drafter", "prompt_lookup", f"One of {', '.join(DRAFTERS)}, or package.module:factory."
+  "drafter",
+  "prompt_lookup",
+  f"One of {', '.join(DRAFTERS)}, or package.module:factory; options in brackets: "
+  "prompt_lookup[matches=8,nodes=9], two_model[branching=(3,2)].",
 )
 WINDOW = flags.DEFINE_integer(
   "window",
@@ -37,8 +41,8 @@ RULE = flags.DEFINE_enum(
   "rule",
   "auto",
   ["auto", *RULES],
-  "Acceptance rule. auto: greedy at temperature 0; otherwise draw_and_follow for deterministic drafts "
-  "and speculative_sampling for sampled ones.",
+  "Acceptance rule. auto: greedy at temperature 0; otherwise draw_and_follow for deterministic drafts and "
+  "trees, and speculative_sampling for sampled chains.",
 )
 DRAFT_POLICY = flags.DEFINE_enum(
   "draft_policy",
@@ -55,6 +59,12 @@ TOP_P = flags.DEFINE_float("top_p", 1.0, "Keep the most likely tokens with this 
 MIN_P = flags.DEFINE_float("min_p", 0.0, "Drop tokens below this share of the best; 0 is off.", 0.0, 1.0)
 SEED = flags.DEFINE_integer("seed", 0, "Seed of the first row; row b of a batch has seed + b.", 0, 2**31)
 DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of the parameters.")
+ATTENTION = flags.DEFINE_enum(
+  "attention",
+  "auto",
+  list(IMPLEMENTATIONS),
+  "Implementation of tree attention. auto: a kernel where one has a recorded correctness run, else XLA.",
+)
 MESH = flags.DEFINE_string("mesh", "", "Devices by axis, e.g. data:2,model:4; empty is one device.")
 MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Most new tokens a prompt.", 1)
 MAX_LENGTH = flags.DEFINE_integer(
@@ -77,7 +87,11 @@ COMPILATION_CACHE = flags.DEFINE_string(
 )
 
 
-def _is_drafter(name: str) -> bool:
+def _is_drafter(text: str) -> bool:
+  try:
+    name, _ = parse_drafter(text)
+  except ValueError as error:
+    raise flags.ValidationError(str(error)) from None
   return name in DRAFTERS or re.fullmatch(r"[\w.]+:\w+", name) is not None
 
 
@@ -98,7 +112,8 @@ def _mesh_ok(text: str) -> bool:
 
 def _consistent(values: dict) -> bool:
   """Combinations of flags that make no sense; the message names both."""
-  drafter, rule, window = values["drafter"], values["rule"], values["window"]
+  rule, window = values["rule"], values["window"]
+  drafter, _ = parse_drafter(values["drafter"])
   if drafter == "two_model" and not values["draft_model"]:
     raise flags.ValidationError("--drafter=two_model needs --draft_model")
   if rule == "greedy" and values["temperature"] >= MIN_TEMPERATURE:

@@ -17,6 +17,7 @@ from experiments import STARTED, measure, results, runtime
 from experiments import flags as shared
 from specjax import text
 from specjax.decode import RowResult
+from specjax.drafters import parse_drafter
 
 # Copying is what prompt lookup is good at, and what a small model is good at.
 DEFAULT_PROMPT = """Copy the following text, word by word, without any changes:
@@ -118,11 +119,13 @@ def report(
     ],
   )
   print()
-  proposed, accepted = sum(sum(row.proposed) for row in rows), sum(sum(row.accepted) for row in rows)
+  depth, accepted = sum(sum(row.depth) for row in rows), sum(sum(row.accepted) for row in rows)
+  proposed = sum(sum(row.proposed) for row in rows)
   speedup = faster(results.ratio(decode_rate[1], decode_rate[0]))
   with_prefill = faster(results.ratio(whole_rate[1], whole_rate[0]))
   print(f"speedup           {speedup} decode only, {with_prefill} with prefill")
-  print(f"acceptance        {results.ratio(100 * accepted, proposed):.1f} % of {proposed} proposed tokens")
+  share = results.ratio(100 * accepted, depth)
+  print(f"acceptance        {share:.1f} % of a depth of {depth}, {proposed} tokens proposed")
   print(f"accepted a round  {accept_histogram(rows)}")
   print(f"identical         {_identical(job, methods[1], plain[0].rows, rows, prompt)}")
   print(
@@ -130,6 +133,7 @@ def report(
     f"{shared.DTYPE.value}, temperature {shared.TEMPERATURE.value:g}, prompt of {len(prompt)} tokens, "
     f"batch {len(rows)}, {len(plain)} timed run(s) each"
   )
+  print("attention         {}: {}".format(*runtime.attention(job, methods[1])))
   compiles = sum(run.compiles for name in names for run in runs[name])
   print(
     f"peak memory       {measure.peak_memory() / 2**30:.2f} GiB on the host; "
@@ -155,7 +159,7 @@ def _identical(job, method, plain, speculative, prompt) -> str:
 def main(_: list[str]) -> None:
   prompt_text = read_prompt()
   batch, drafter = shared.BATCH_SIZE.value, shared.DRAFTER.value
-  if drafter == "none":
+  if parse_drafter(drafter)[0] == "none":
     raise ValueError("--drafter = 'none': the plain run is always made; name a drafter to compare it with")
   directory = None
   if shared.OUTPUT.value:

@@ -6,20 +6,52 @@ true: else the compiler would do the same work once, outside of the loop, or lea
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from experiments.runtime import Method
 from specjax import decode
-from specjax.base import Proposal
+from specjax.base import Proposal, StatelessDrafter
 from specjax.decode import DecodeConfig, DecodeState, Finish, Verification, Weights
 from specjax.models import Decoder
 from specjax.models.layers import Linear, matmul
+from specjax.tree import DynamicTree, TokenTree, TreeBudget
 
 Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedDrafter(StatelessDrafter):
+  """Proposes nodes that are hardly ever right: rounds of a topology's full cost and one token each.
+
+  Attributes:
+    shape: the topology.
+    dynamic: give it as an array a row.
+  """
+
+  shape: TokenTree
+  dynamic: bool = False
+
+  name: ClassVar[str] = "fixed"
+  kind: ClassVar[str] = "deterministic"
+
+  @property
+  def tree(self) -> TokenTree | TreeBudget:
+    return TreeBudget(self.shape.num_nodes, self.shape.max_depth) if self.dynamic else self.shape
+
+  def propose(self, weights, state, context, target_cache):
+    tokens = (context.root[:, None] + 7 * jnp.arange(self.shape.num_nodes)) % 256
+    tree = self.shape
+    if self.dynamic:
+      # Parents that the compiler cannot know.
+      parents = jnp.asarray(tree.parents, jnp.int32) + _never(context.length)
+      tree = DynamicTree.from_parents(jnp.broadcast_to(parents, tokens.shape), tree.max_depth)
+    proposal = Proposal(tokens, jnp.ones_like(tokens, bool), q=None, tree=tree, kind=self.kind)
+    return proposal, state, target_cache
 
 
 def _never(*outputs: Array) -> Array:

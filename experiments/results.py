@@ -21,7 +21,7 @@ from absl import flags
 
 from specjax.decode import RowResult
 
-SCHEMA = 1
+SCHEMA = 2
 FLAGS_FILE, RUN_FILE, ROWS_FILE = "flags.txt", "run.json", "rows.jsonl"
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 # Flags of a run that another run of the same directory may change.
@@ -224,9 +224,10 @@ def make_row(
 ) -> dict[str, Any]:
   """One row: a question, a turn and a method.
 
-  ``accept_lengths`` are tokens emitted a round, bonus included; their sum is ``new_tokens``. ``overlap``
-  is the mean Σ min(p, q) over judged positions, null where it is not known. Seconds are the row's share
-  of its batch.
+  ``proposed`` counts nodes, ``proposed_depth`` the deepest of each round, ``accept_counts[a]`` rounds that
+  accepted a drafts, ``reach_counts[d - 1]`` rounds that reached depth d. ``accept_lengths`` are tokens
+  emitted a round, bonus included; their sum is ``new_tokens``. ``overlap`` is the mean Σ min(p, q) over
+  judged positions, null where it is not known. Seconds are the row's share of its batch.
   """
   return {
     "question_id": question_id,
@@ -239,8 +240,10 @@ def make_row(
     "new_tokens": len(result.tokens),
     "rounds": result.rounds,
     "proposed": sum(result.proposed),
+    "proposed_depth": sum(result.depth),
     "accepted": sum(result.accepted),
     "accept_counts": result.accept_counts,
+    "reach_counts": result.reach_counts,
     "accept_lengths": result.emitted,
     "overlap": result.overlap,
     "prefill_s": prefill_s,

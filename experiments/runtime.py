@@ -16,7 +16,8 @@ from experiments import flags as shared
 from specjax.base import Drafter, Rule
 from specjax.checkpoints import LoadedModel, check_same_vocabulary, load_model, package
 from specjax.decode import DecodeConfig, Weights
-from specjax.drafters import make_drafter
+from specjax.drafters import make_drafter, parse_drafter
+from specjax.kernels.tree_attention import Choice, choose
 from specjax.models.sharding import make_mesh, shard_model
 from specjax.sampling import MIN_TEMPERATURE, Settings
 from specjax.verify import make_rule
@@ -102,10 +103,11 @@ def load_job(drafters: Sequence[str]) -> Job:
   use_compilation_cache()
   mesh = make_mesh(shared.MESH.value)
   times: dict[str, float] = {"download_s": 0.0, "load_s": 0.0}
-  if "two_model" in drafters and not shared.DRAFT_MODEL.value:
+  names = {parse_drafter(drafter)[0] for drafter in drafters}
+  if "two_model" in names and not shared.DRAFT_MODEL.value:
     raise ValueError("drafter two_model needs --draft_model")
   built_in = {"none", "prompt_lookup"}
-  if shared.DRAFT_MODEL.value and set(drafters) <= built_in:
+  if shared.DRAFT_MODEL.value and names <= built_in:
     raise ValueError(f"--draft_model is not used by {', '.join(drafters)}; pass --drafter=two_model")
   target = _load(shared.MODEL.value, mesh, times)
   if target.tokenizer is None:
@@ -153,19 +155,22 @@ def make_method(job: Job, name: str, limit: int) -> Method:
   Raises:
     ValueError: names that do not exist, or a rule that does not take the drafter's proposals.
   """
+  base, _ = parse_drafter(name)
   drafter = _make_drafter(job, name)
   config = DecodeConfig(
     drafter=drafter,
     rule=_make_rule(drafter),
     num_real_tokens=job.target.config.num_real_tokens,
     length_limit=limit,
-    plain_rounds=name in _OFTEN_SILENT,
+    implementation=shared.ATTENTION.value,
+    plain_rounds=base in _OFTEN_SILENT,
   )
-  draft = job.draft.model if job.draft is not None and name not in ("none", "prompt_lookup") else None
+  draft = job.draft.model if job.draft is not None and base not in ("none", "prompt_lookup") else None
   return Method(name, config, Weights(job.target.model, draft))
 
 
-def _make_drafter(job: Job, name: str) -> Drafter:
+def _make_drafter(job: Job, text: str) -> Drafter:
+  name, _ = parse_drafter(text)
   window = DEFAULT_WINDOWS.get(name) if shared.WINDOW.value is None else shared.WINDOW.value
   options = {} if window is None or name == "none" else {"window": window}
   if name == "two_model":
@@ -175,8 +180,9 @@ def _make_drafter(job: Job, name: str) -> Drafter:
       num_real_tokens=job.target.config.num_real_tokens,
       max_length=job.draft.config.max_length,
       policy=("top_k" if greedy() else "sample") if policy == "auto" else policy,
+      implementation=shared.ATTENTION.value,
     )
-  return make_drafter(name, **options)
+  return make_drafter(text, **options)
 
 
 def _make_rule(drafter: Drafter) -> Rule:
@@ -187,8 +193,18 @@ def _make_rule(drafter: Drafter) -> Rule:
     if greedy():
       name = "greedy"
     else:
-      name = "speculative_sampling" if drafter.kind == "sampled" else "draw_and_follow"
+      name = (
+        "speculative_sampling" if drafter.kind == "sampled" and drafter.tree.is_chain else "draw_and_follow"
+      )
   return make_rule(name)
+
+
+def attention(job: Job, method: Method) -> Choice:
+  """Which attention verifies a round of the method, and why."""
+  c, tree = job.target.config, method.config.drafter.tree
+  like = lambda *shape: jax.ShapeDtypeStruct(shape, job.target.model.dtype)
+  q, k = like(1, tree.num_nodes, c.num_heads, c.head_dim), like(1, c.num_kv_heads, 128, c.head_dim)
+  return choose(method.config.implementation, q, k, tree.is_chain)
 
 
 def make_settings(batch: int) -> Settings:
@@ -207,6 +223,7 @@ def describe_settings(method: Method) -> dict:
   """What of the flags shaped a row of results, for the row's ``settings``."""
   return {
     "window": method.window,
+    "nodes": method.config.drafter.tree.num_nodes,
     "temperature": shared.TEMPERATURE.value,
     "top_k": shared.TOP_K.value,
     "top_p": shared.TOP_P.value,

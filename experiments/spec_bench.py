@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,12 @@ from experiments import measure, questions, results, runtime, summary
 from specjax import text
 
 TURNS = flags.DEFINE_enum("turns", "first", ["first", "all"], "Turns of each question to answer.")
-DRAFTERS = flags.DEFINE_list("drafters", [], "Methods beside plain decoding. Default: the one of --drafter.")
+DRAFTERS = flags.DEFINE_string(
+  "drafters",
+  "",
+  "Methods beside plain decoding, with commas between, options in brackets as for --drafter. "
+  "Default: the one of --drafter.",
+)
 
 # Room for an earlier answer that takes more tokens when it is read again as text.
 _SLACK = 16
@@ -32,7 +38,9 @@ _SLACK = 16
 
 def drafter_names() -> list[str]:
   """Methods in order, the baseline first, none twice."""
-  return list(dict.fromkeys([summary.BASELINE, *(DRAFTERS.value or [shared.DRAFTER.value])]))
+  # Commas inside brackets part options, not methods.
+  names = re.split(r",(?![^\[]*\])", DRAFTERS.value or shared.DRAFTER.value)
+  return list(dict.fromkeys([summary.BASELINE, *(name.strip() for name in names)]))
 
 
 class Bench:
@@ -240,6 +248,11 @@ def main(_: list[str]) -> None:
 def show(directory: results.RunDirectory) -> None:
   """Prints method × category, what differs from plain decoding, and the compile counts."""
   results.table(summary.HEADER, summary.method_table(directory.rows))
+  positions = summary.position_table(directory.rows)
+  if positions:
+    depths = [f"depth {d}" for d in range(1, len(positions[0]) - 1)]
+    print("\nAcceptance by position: of the rounds that reached a depth, the share that accepted there.")
+    results.table(["method", "nodes", *depths], positions)
   info = directory.info
   for found in info.get("differences", ()):
     difference = measure.Difference(found["position"], found["margin"])

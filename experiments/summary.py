@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,9 +48,32 @@ def whole_rate(rows: Sequence[Row]) -> float:
 
 
 def acceptance(rows: Sequence[Row]) -> float | None:
-  """Accepted share of the proposed tokens of chains, None when nothing was proposed."""
-  proposed = sum(row["proposed"] for row in rows)
+  """Accepted share of the proposed depth, None when nothing was proposed."""
+  proposed = sum(row["proposed_depth"] for row in rows)
   return sum(row["accepted"] for row in rows) / proposed if proposed else None
+
+
+def acceptance_by_position(rows: Sequence[Row]) -> list[float]:
+  """Of the rounds that reached depth d, the share that accepted there; d = 1 first."""
+  reached, accepted = collections.Counter(), collections.Counter()
+  for row in rows:
+    for d, count in enumerate(row["reach_counts"], start=1):
+      reached[d] += count
+      accepted[d] += sum(row["accept_counts"][d:])
+  return [ratio(accepted[d], reached[d]) for d in sorted(reached)]
+
+
+def position_table(rows: Sequence[Row]) -> list[list[str | None]]:
+  """A line a method that proposed anything: name, nodes proposed a round, acceptance by position."""
+  lines = []
+  for method, answered in by_method(rows).items():
+    mine = list(answered.values())
+    positions = acceptance_by_position(mine)
+    if positions:
+      nodes = ratio(sum(row["proposed"] for row in mine), sum(row["rounds"] for row in mine))
+      lines.append([method, f"{nodes:.2f}", *(f"{share:.2f}" for share in positions)])
+  width = max(map(len, lines), default=0)
+  return [line + [None] * (width - len(line)) for line in lines]
 
 
 def identical(rows: Sequence[Row], baseline: Sequence[Row]) -> int:

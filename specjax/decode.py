@@ -102,7 +102,8 @@ class RoundLog:
   """
 
   rounds: Array
-  proposed: Array
+  proposed: Array  # valid nodes but the root
+  depth: Array  # of the deepest of them
   accepted: Array
   emitted: Array
   overlap: Array  # float32 [B], sum of Σ min(p, q) over judged positions
@@ -153,7 +154,7 @@ def init_state(weights: Weights, config: DecodeConfig, batch: int) -> DecodeStat
     settings=Settings.create(batch),
     cache=weights.target.init_cache(batch, slots),
     drafter=config.drafter.init(weights.drafter, batch, slots),
-    log=RoundLog(zeros(), rounds(), rounds(), rounds(), jnp.zeros((batch,), jnp.float32), zeros()),
+    log=RoundLog(zeros(), rounds(), rounds(), rounds(), rounds(), jnp.zeros((batch,), jnp.float32), zeros()),
   )
 
 
@@ -314,6 +315,11 @@ def _check_proposal(proposal: Proposal, config: DecodeConfig) -> None:
   drafter, nodes = config.drafter, proposal.tree.num_nodes
   if nodes > drafter.tree.num_nodes:
     raise ValueError(f"drafter {drafter.name} proposes {nodes} nodes; it announced {drafter.tree.num_nodes}")
+  if proposal.tree.max_depth > drafter.tree.max_depth:
+    raise ValueError(
+      f"drafter {drafter.name} proposes a depth of {proposal.tree.max_depth}; it announced "
+      f"{drafter.tree.max_depth}"
+    )
   if proposal.tokens.shape[1] != nodes or proposal.valid.shape != proposal.tokens.shape:
     raise ValueError(
       f"drafter {drafter.name} proposes tokens {proposal.tokens.shape} and valid {proposal.valid.shape} "
@@ -424,10 +430,12 @@ def _write(buffer: Array, block: Array, start: Array) -> Array:
 def _log(state, proposal, verdict, emitted) -> RoundLog:
   log, active = state.log, state.active
   proposed = proposal.valid[:, 1:].sum(axis=1)
+  depth = jnp.where(proposal.valid, proposal.tree.depths, 0).max(axis=1)
   put = lambda column, value: _write(column, value.astype(jnp.uint8)[:, None], log.rounds)
   return RoundLog(
     rounds=log.rounds + active,
     proposed=put(log.proposed, proposed),
+    depth=put(log.depth, depth),
     accepted=put(log.accepted, verdict.accepted),
     emitted=put(log.emitted, emitted),
     overlap=log.overlap + jnp.where(active, verdict.overlap, 0.0),
@@ -502,7 +510,10 @@ class RowResult:
   Attributes:
     tokens: new token ids.
     finish: ``stop``, ``length``, ``error``, or None while running.
-    proposed, accepted, emitted: a round each; `emitted` counts the bonus and what stops cut away not.
+    proposed: drafts a round, all nodes of a tree but the root.
+    depth: of the deepest of them; for chains the same number.
+    accepted: drafts accepted a round.
+    emitted: tokens a round, the bonus included; what stops cut away is not counted.
     overlap: mean Σ min(p, q) over judged positions (the expected acceptance there), None if unknown.
   """
 
@@ -510,6 +521,7 @@ class RowResult:
   prompt_tokens: int
   finish: str | None
   proposed: list[int]
+  depth: list[int]
   accepted: list[int]
   emitted: list[int]
   overlap: float | None
@@ -525,13 +537,20 @@ class RowResult:
 
   @property
   def acceptance_rate(self) -> float:
-    """Accepted / proposed drafts of a chain; 0 when nothing was proposed."""
-    return sum(self.accepted) / sum(self.proposed) if sum(self.proposed) else 0.0
+    """Accepted drafts / proposed depth; 0 when nothing was proposed."""
+    return sum(self.accepted) / sum(self.depth) if sum(self.depth) else 0.0
 
   @property
   def accept_counts(self) -> list[int]:
     """``[a]``: rounds that accepted a drafts, up to the largest a."""
     return np.bincount(self.accepted, minlength=1).tolist() if self.accepted else [0]
+
+  @property
+  def reach_counts(self) -> list[int]:
+    """``[d - 1]``: rounds that reached depth d: something was proposed there, and d - 1 were accepted."""
+    deepest = max(self.depth, default=0)
+    pairs = list(zip(self.depth, self.accepted))
+    return [sum(depth >= d and a >= d - 1 for depth, a in pairs) for d in range(1, deepest + 1)]
 
 
 def results(state: DecodeState) -> list[RowResult]:
@@ -549,6 +568,7 @@ def results(state: DecodeState) -> list[RowResult]:
         prompt_tokens=start,
         finish=None if finish is Finish.NONE else finish.name.lower(),
         proposed=host.log.proposed[b, :rounds].tolist(),
+        depth=host.log.depth[b, :rounds].tolist(),
         accepted=host.log.accepted[b, :rounds].tolist(),
         emitted=host.log.emitted[b, :rounds].tolist(),
         overlap=float(host.log.overlap[b]) / judged if judged else None,

@@ -270,6 +270,7 @@ def text_result(row: TextRow, result: RowResult) -> TextResult:
       tokens=result.tokens[: row.seen],
       finish="stop",
       proposed=result.proposed[:rounds],
+      depth=result.depth[:rounds],
       accepted=result.accepted[:rounds],
       emitted=emitted,
       overlap=result.overlap if rounds == result.rounds else None,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,26 +21,60 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
 }
 
 
-def make_drafter(name: str, **options: Any) -> Drafter:
+def parse_drafter(text: str) -> tuple[str, dict[str, Any]]:
+  """``"prompt_lookup[matches=8,nodes=9]"`` → its name and its options.
+
+  Values are Python literals, ``branching=(3,2)`` for one, or bare words.
+
+  Raises:
+    ValueError: brackets or an option that cannot be read.
+  """
+  name, bracket, inside = text.partition("[")
+  if not bracket:
+    return name, {}
+  if not inside.endswith("]"):
+    raise ValueError(f"drafter = {text!r}; its options must stand in brackets: name[option=value,…]")
+  options = {}
+  for part in re.split(r",(?![^(]*\))", inside[:-1]):
+    option, _, value = (word.strip() for word in part.partition("="))
+    if not option.isidentifier() or not value or option in options:
+      raise ValueError(f"drafter = {text!r}: {part!r} is not option=value, or is given twice")
+    try:
+      options[option] = ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+      options[option] = value
+  return name, options
+
+
+def make_drafter(text: str, **options: Any) -> Drafter:
   """A drafter by its name, or from outside the package as ``package.module:factory``.
 
   Args:
-    name: a key of `DRAFTERS`, or an importable factory that takes the options and returns a `Drafter`.
+    text: a key of `DRAFTERS`, or an importable factory that takes the options and returns a `Drafter`; with
+      options in brackets, see `parse_drafter`, which go before the others.
     **options: passed on; ``window`` is the draft length G.
 
   Raises:
-    ValueError: unknown name, or a factory that cannot be imported.
+    ValueError: an unknown name, a factory that cannot be imported, or options it does not take.
   """
-  if name in DRAFTERS:
-    return DRAFTERS[name](**options)
-  module, _, factory = name.partition(":")
-  if not factory:
-    raise ValueError(f"drafter = {name!r}; it must be one of {', '.join(DRAFTERS)} or package.module:factory")
+  name, own = parse_drafter(text)
+  make = DRAFTERS.get(name)
+  if make is None:
+    module, _, factory = name.partition(":")
+    if not factory:
+      raise ValueError(
+        f"drafter = {text!r}; it must be one of {', '.join(DRAFTERS)} or package.module:factory"
+      )
+    try:
+      make = getattr(importlib.import_module(module), factory)
+    except (ImportError, AttributeError) as error:
+      raise ValueError(f"drafter = {text!r} cannot be imported: {error}") from error
+  options = {**options, **own}
   try:
-    make = getattr(importlib.import_module(module), factory)
-  except (ImportError, AttributeError) as error:
-    raise ValueError(f"drafter = {name!r} cannot be imported: {error}") from error
-  return make(**options)
+    inspect.signature(make).bind(**options)
+    return make(**options)
+  except TypeError as error:
+    raise ValueError(f"drafter = {text!r} with options {', '.join(options) or 'none'}: {error}") from error
 
 
-__all__ = ["DRAFTERS", "NoDrafter", "PromptLookup", "TwoModel", "make_drafter", "two_model"]
+__all__ = ["DRAFTERS", "NoDrafter", "PromptLookup", "TwoModel", "make_drafter", "parse_drafter", "two_model"]

@@ -25,6 +25,16 @@ def main():
       make_drafter("two_model", window=4, vocab_size=64, num_real_tokens=64, max_length=512),
       draft,
     ),
+    "two_model_tree": (
+      make_drafter(
+        "two_model[branching=(2,),policy=top_k]",
+        window=3,
+        vocab_size=64,
+        num_real_tokens=64,
+        max_length=512,
+      ),
+      draft,
+    ),
   }
   for name, (drafter, model) in drafters.items():
     config = decode.DecodeConfig(

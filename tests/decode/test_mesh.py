@@ -26,4 +26,4 @@ def test_eight_devices_say_what_one_says():
     timeout=600,
   )
   assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-  assert done.stdout.split() == ["none", "prompt_lookup", "two_model"], done.stdout
+  assert done.stdout.split() == ["none", "prompt_lookup", "two_model", "two_model_tree"], done.stdout

@@ -3,7 +3,7 @@
 import pytest
 
 from specjax import decode
-from specjax.drafters import make_drafter
+from specjax.drafters import make_drafter, parse_drafter
 from specjax.testing import SampledDrafter
 from specjax.verify import make_rule
 
@@ -49,3 +49,18 @@ def test_a_rule_refuses_kinds_it_does_not_take():
 
   with pytest.raises(ValueError, match="sampled"):
     decode.DecodeConfig(SampledDrafter(2), OnlyDeterministic(), num_real_tokens=9, length_limit=20)
+
+
+def test_options_in_brackets():
+  """Literals, tuples and bare words; they go before the caller's own options."""
+  assert parse_drafter("none") == ("none", {})
+  assert parse_drafter("two_model[branching=(3,2),policy=top_k]") == (
+    "two_model",
+    {"branching": (3, 2), "policy": "top_k"},
+  )
+  assert make_drafter("prompt_lookup[window=2]", window=7).window == 2
+  for bad in ("prompt_lookup[window=2", "prompt_lookup[window]", "prompt_lookup[window=2,window=3]"):
+    with pytest.raises(ValueError, match="window"):
+      make_drafter(bad)
+  with pytest.raises(ValueError, match="widow"):
+    make_drafter("prompt_lookup[widow=2]")

@@ -14,7 +14,7 @@ from specjax.decode import RowResult
 
 def row(accepted, proposed, emitted, *, question=1, drafter="prompt_lookup", category="a", seconds=1.0):
   """A row of results with tokens to match."""
-  result = RowResult(list(range(sum(emitted))), 4, "length", proposed, accepted, emitted, None)
+  result = RowResult(list(range(sum(emitted))), 4, "length", proposed, proposed, accepted, emitted, None)
   return results.make_row(
     result,
     question_id=question,
@@ -49,6 +49,17 @@ def test_acceptance_falls_with_the_window_but_tau_does_not():
   assert summary.acceptance([short]) == pytest.approx(0.667, abs=1e-3)
   assert summary.acceptance([long]) == pytest.approx(0.286, abs=1e-3)
   assert summary.tau([short]) == summary.tau([long]) == 3.0
+
+
+def test_acceptance_by_position_asks_only_rounds_that_got_there():
+  """Three rounds of depth 3, 3, 1 accept 2, 0, 1: 2 of 3 at depth 1, 1 of 1 at depth 2, 0 of 1 at depth 3.
+
+  Fails when rounds that proposed nothing at a depth, or never came that far, are counted there.
+  """
+  found = row([2, 0, 1], [3, 3, 1], [3, 1, 2])
+  assert found["reach_counts"] == [3, 1, 1]
+  assert summary.acceptance_by_position([found]) == pytest.approx([2 / 3, 1.0, 0.0])
+  assert summary.position_table([found]) == [["prompt_lookup", "2.33", "0.67", "1.00", "0.00"]]
 
 
 def test_no_tokens_give_no_nan():

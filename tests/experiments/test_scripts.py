@@ -9,9 +9,10 @@ from experiments import compare_runs, decode_bench, generate, measure, questions
 from tests.experiments.tiny import run_script
 
 FIELDS = (
-  "question_id turn category drafter rule settings prompt_tokens new_tokens rounds proposed accepted "
-  "accept_counts accept_lengths overlap prefill_s decode_s finish_reason token_ids text"
+  "question_id turn category drafter rule settings prompt_tokens new_tokens rounds proposed proposed_depth "
+  "accepted accept_counts reach_counts accept_lengths overlap prefill_s decode_s finish_reason token_ids text"
 ).split()
+TREE = "prompt_lookup[matches=4,nodes=9,min_ngram=1]"
 QUESTIONS = [
   {"question_id": 7, "category": "copy", "turns": ["the hen and the hen", "again the hen"]},
   {"question_id": 8, "category": "copy", "turns": ["abcabcabc " * 3]},
@@ -125,15 +126,21 @@ def test_resumes_after_a_kill(bench, first, tmp_path, capsys):
 
 
 def test_batches_give_the_same_tokens(bench, first, tmp_path):
-  """Three questions in batches of two: the last one is filled up, rows stay independent."""
+  """Three questions in batches of two: the last one is filled up, rows stay independent; a tree joins in."""
   output = str(tmp_path / "batched")
-  assert bench(output, "--batch_size=2", "--repeats=2", "--drafters=prompt_lookup", "--draft_model=") == 0
+  assert (
+    bench(output, "--batch_size=2", "--repeats=2", f"--drafters=prompt_lookup,{TREE}", "--draft_model=") == 0
+  )
   ids = lambda path: {
     (r["question_id"], r["turn"], r["drafter"]): r["token_ids"]
     for r in results.read_rows(path)
     if r["drafter"] in ("none", "prompt_lookup")
   }
   assert ids(output) == ids(first) and len(ids(output)) == 8
+  found = {r["question_id"]: r for r in results.read_rows(output) if r["drafter"] == TREE}
+  plain = {r["question_id"]: r for r in results.read_rows(output) if r["drafter"] == "none"}
+  assert {q: r["token_ids"] for q, r in found.items()} == {q: r["token_ids"] for q, r in plain.items()}
+  assert any(r["proposed"] > r["proposed_depth"] for r in found.values())
   assert results.read_run(output)["compiles_while_timing"] == 0
   assert run_script(compare_runs, first, output, takes_arguments=True) == 0
 
