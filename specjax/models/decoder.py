@@ -83,8 +83,13 @@ class Decoder(nnx.Module):
     Returns:
       `ModelOutput`: float32 logits ``[B, T, V]`` or None, the cache with scratch rows, taps
       ``[B, T, len(taps), D]`` or None, and the hidden state ``[B, T, D]`` behind the last layer run.
+
+    Raises:
+      ValueError: ``scratch`` without ``ancestors``.
     """
     c = self.config
+    if ancestors is None and not (isinstance(scratch, int) and scratch == 0):
+      raise ValueError("Decoder: scratch rows are seen by bits; pass ancestors (and depths) with scratch")
     first, last = layer_range
     last = c.num_layers if last is None else last
     width = tokens.shape[1]

@@ -29,7 +29,7 @@ def prefixed(model, n, batch=1):
 
 
 def test_n4_rows_at_once_equal_one_by_one(model):
-  """K + 1 rows in one forward and each alone, float32, highest precision: 1e-5.
+  """K + 1 rows in one forward and each alone, float32, highest precision: 1e-5 of the logits.
 
   Fails when a product is left at the default precision on a device that rounds it.
   """
@@ -38,7 +38,7 @@ def test_n4_rows_at_once_equal_one_by_one(model):
   for i in range(5):
     output = forward(model, TEXT[:, 10 + i : 11 + i], cache)
     cache = output.cache.replace(length=cache.length + 1)
-    np.testing.assert_allclose(output.logits[0, 0], at_once[i], atol=1e-5)
+    np.testing.assert_allclose(output.logits[0, 0], at_once[i], atol=1e-5, rtol=1e-5)
 
 
 def test_n4_precision_is_named():
@@ -61,15 +61,35 @@ def test_q2_each_branch_of_a_tree_is_a_chain(window):
   model = tiny_model(1, sliding_window=window)
   tree = TokenTree((-1, 0, 0, 1, 2, 2, 5, 4))
   tokens = np.random.default_rng(1).integers(0, 61, tree.num_nodes)
-  output = forward(
-    model, tokens[None], prefixed(model, 9), depths=np.array(tree.depths, np.int32), ancestors=tree.ancestors
-  )
+  output = forward(model, tokens[None], prefixed(model, 9), depths=tree.depths, ancestors=tree.ancestors)
   # Each node's path as a row of its own; what stands behind it there is invisible to it.
   alone = forward(model, tokens[tree.paths], prefixed(model, 9, tree.num_nodes))
   for node, depth in enumerate(tree.depths):
     np.testing.assert_allclose(output.logits[0, node], alone.logits[node, depth], atol=1e-5)
     for mine, its in zip(output.cache.k, alone.cache.k):
       np.testing.assert_allclose(mine[0, :, 9 + node], its[node, :, 9 + depth], atol=1e-5)
+
+
+@pytest.mark.parametrize("window", (None, 2))
+def test_a_tree_grown_level_by_level_is_the_tree_at_once(window):
+  """Fewer queries than columns: each level is written behind the scratch rows of those before it.
+
+  Fails when a level overwrites another, or sees rows by number instead of by bit.
+  """
+  model = tiny_model(1, sliding_window=window)
+  tree = TokenTree.of_widths((2, 3, 2))
+  tokens = np.random.default_rng(1).integers(0, 61, tree.num_nodes)
+  whole = forward(model, tokens[None], prefixed(model, 9), tree.depths, tree.ancestors)
+  cache = prefixed(model, 9)
+  for level in map(list, tree.levels):
+    where = dict(depths=tree.depths[level], ancestors=tree.ancestors[level], scratch=level[0])
+    output = model(jnp.asarray(tokens[level][None]), cache, **where)
+    np.testing.assert_allclose(output.logits[0], whole.logits[0, level], atol=1e-5)
+    cache = output.cache
+  for mine, its in zip((*cache.k, *cache.v), (*whole.cache.k, *whole.cache.v)):
+    np.testing.assert_allclose(mine[:, :, : 9 + tree.num_nodes], its[:, :, : 9 + tree.num_nodes], atol=1e-5)
+  with pytest.raises(ValueError, match="ancestors"):
+    model(jnp.asarray(tokens[None, :1]), cache, scratch=3)
 
 
 def test_taps_and_layer_ranges(model):
