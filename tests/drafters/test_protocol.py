@@ -35,11 +35,19 @@ def test_taps_belong_to_their_tokens(parents):
   assert [r.tokens for r in decode.results(state)] == [r.tokens[:20] for r in contract.plain()]
 
 
-def test_public_steps_compose_to_a_round():
-  """draft_step, verify_step and accept_step one by one equal decode_round and one round of generate."""
-  drafter, weights = SampledDrafter(2), jax.random.normal(jax.random.key(0), (61, 61)) * 2
-  weights = decode.Weights(contract.target(), weights)
-  config = contract.config(drafter, "speculative_sampling")
+@pytest.mark.parametrize("kind", ("chain", "dynamic tree"))
+def test_public_steps_compose_to_a_round(kind):
+  """draft_step, verify_step and accept_step one by one equal decode_round and one round of generate.
+
+  A proposal crosses from program to program: fails when its topology is no pytree.
+  """
+  if kind == "chain":
+    drafter, weights = SampledDrafter(2), jax.random.normal(jax.random.key(0), (61, 61)) * 2
+    weights = decode.Weights(contract.target(), weights)
+  else:
+    drafter, weights = contract.built("prompt_lookup_tree")
+  rule = "speculative_sampling" if kind == "chain" else "draw_and_follow"
+  config = contract.config(drafter, rule)
 
   def start():
     settings = Settings.create(4, temperature=2.0, seed=range(4))
@@ -56,4 +64,4 @@ def test_public_steps_compose_to_a_round():
   third = decode.generate(weights, start(), config, 3)
   assert contract.comparable(decode.results(state)) == contract.comparable(decode.results(other))
   assert contract.comparable(decode.results(state)) == contract.comparable(decode.results(third))
-  assert make_rule("speculative_sampling") == config.rule
+  assert make_rule(rule) == config.rule
