@@ -22,7 +22,7 @@ setuptools.setup(
   long_description_content_type="text/markdown",
   license="Apache-2.0",
   packages=setuptools.find_packages(include=["specjax", "specjax.*", "experiments", "experiments.*"]),
-  package_data={"experiments": ["*.jsonl"]},
+  package_data={"experiments": ["*.jsonl"], "specjax.kernels.tree_attention": ["tiles/*.json"]},
   python_requires=">=3.11",
   install_requires=[
     "absl-py>=2.5",
@@ -43,6 +43,10 @@ setuptools.setup(
     "test": ["hypothesis>=6.170", "pytest>=9.2", "ruff>=0.17.6"],
     "tpu": ["jax[tpu]"],
     "cuda13": ["jax[cuda13]"],
+    # Compilers for devices that are not there (`experiments.compile_kernels`): libtpu, XLA's CUDA backend,
+    # and, for machines without a CUDA toolkit, ptxas with the device library.
+    "kernels": ["jax[tpu,cuda13-local]", "nvidia-cuda-nvcc>=13.0.48", "nvidia-nvvm>=13.0.48"],
+    "plot": ["matplotlib>=3.11"],
   },
   classifiers=[
     "License :: OSI Approved :: Apache Software License",

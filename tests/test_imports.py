@@ -49,7 +49,7 @@ MAY = {
 # Packages from outside that may be imported at the top of a file (flax: struct and nnx, as pytrees).
 ARRAYS = {"jax", "numpy", "flax"}
 OUTSIDE = {
-  "tree": {"numpy"},
+  "tree": {"jax", "numpy"},
   "kernels": {"jax", "numpy"},
   "analysis": {"numpy"},
   **{
