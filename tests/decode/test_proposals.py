@@ -9,7 +9,7 @@ import pytest
 
 from specjax import decode
 from specjax.base import Proposal, StatelessDrafter
-from specjax.testing import tiny_model
+from specjax.testing import NOTHING, ScriptedDrafter, tiny_model
 from specjax.tree import TokenTree
 from tests import contract
 
@@ -56,6 +56,12 @@ def test_proposals_must_be_what_was_announced():
     draft(Odd(parents=(-1, 0, 0)))
   with pytest.raises(ValueError, match="proposes sampled drafts; it announced deterministic"):
     draft(Odd(proposes="sampled"))
+
+
+def test_what_hangs_below_an_invalid_node_is_not_proposed():
+  """Neither judged nor counted. Fails when each node's validity stands alone."""
+  proposal = draft(ScriptedDrafter(((5, NOTHING, 7),)))
+  assert proposal.valid.tolist() == [[True, True, False, False]] * 2
 
 
 def test_a_sampled_id_is_never_dropped_for_what_it_is():
