@@ -180,7 +180,8 @@ def measure_nodes(bench: Bench, widths: Sequence[int]) -> None:
     inputs = loops.matmul_inputs(model, nodes)
     cases[f"matrix products {nodes}"] = bench.loop_case(loops.matmuls, inputs, plain.weights)
     verify = loops.verify_carry(bench.state(plain), nodes)
-    cases[f"verify {nodes}"] = bench.loop_case(loops.verify, verify, plain.weights)
+    chain, implementation = TokenTree.chain(nodes - 1), plain.config.implementation
+    cases[f"verify {nodes}"] = bench.loop_case(loops.verify, verify, plain.weights, chain, implementation)
   bench.measure("nodes", cases)
 
 
@@ -193,7 +194,13 @@ def measure_phases(bench: Bench) -> None:
     {
       "whole round": bench.rounds_case(method),
       "draft": bench.loop_case(loops.draft, bench.state(method), method.weights, method.config),
-      "verify": bench.loop_case(loops.verify, loops.verify_carry(bench.state(method), nodes), method.weights),
+      "verify": bench.loop_case(
+        loops.verify,
+        loops.verify_carry(bench.state(method), nodes),
+        method.weights,
+        proposal.tree,
+        method.config.implementation,
+      ),
       "accept and commit": bench.loop_case(
         loops.accept, state, method.weights, proposal, verification, method.config
       ),
@@ -294,9 +301,6 @@ def main(_: list[str]) -> None:
   batches = _numbers(BATCHES, (1, 2, 4, 8), (1, 4))
   trees = _numbers(TREES, (8, 16, 64), (16,))
   depths = _numbers(LAYERS, (32, 80), (8,))
-  room = LIVE.value + ROUNDS.value * max(shared.WINDOW.value or 0, max(runtime.DEFAULT_WINDOWS.values()) + 1)
-  if min(512, *sizes) < room:
-    raise ValueError(f"--live and --rounds may need {room} slots; the smallest buffer has {min(512, *sizes)}")
   unknown = [part for part in SELECTED.value if part not in PARTS]
   if unknown or not SELECTED.value:
     raise ValueError(f"--parts = {','.join(SELECTED.value)!r}; possible: {','.join(PARTS)}")
@@ -308,6 +312,10 @@ def main(_: list[str]) -> None:
     if directory.rows:
       raise ValueError(f"--output = {shared.OUTPUT.value!r} holds rows already; name a new directory")
   bench = Bench(runtime.load_job([shared.DRAFTER.value]), directory)
+  window, slots = bench.method(shared.DRAFTER.value).window, min(512, *sizes)
+  room = LIVE.value + ROUNDS.value * (window + 1)
+  if slots < room:
+    raise ValueError(f"--live, --rounds and a window of {window} may need {room} slots; a buffer has {slots}")
   measures = {
     "floor": lambda: measure_floor(bench),
     "nodes": lambda: measure_nodes(bench, widths),

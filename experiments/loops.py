@@ -45,6 +45,7 @@ class FixedDrafter(StatelessDrafter):
 
   def propose(self, weights, state, context, target_cache):
     tokens = (context.root[:, None] + 7 * jnp.arange(self.shape.num_nodes)) % 256
+    tokens = tokens.at[:, 0].set(context.root)
     tree = self.shape
     if self.dynamic:
       # Parents that the compiler cannot know.
@@ -114,24 +115,30 @@ def matmuls(inputs: dict[int, Array], target: Weights, rounds: Array | int) -> d
   return jax.lax.fori_loop(0, rounds, turn, inputs)
 
 
-def verify_carry(state: DecodeState, nodes: int) -> tuple[Any, Array, Array]:
-  """Cache, tokens ``[B, N]`` and depths ``[N]`` for `verify`."""
-  tokens = jnp.broadcast_to(state.tokens[:, :1], (state.tokens.shape[0], nodes)) + 0
-  return state.cache, tokens, jnp.arange(nodes, dtype=jnp.int32)
+def verify_carry(state: DecodeState, nodes: int) -> tuple[Any, Array]:
+  """Cache and tokens ``[B, N]`` for `verify`."""
+  return state.cache, jnp.broadcast_to(state.tokens[:, :1], (state.tokens.shape[0], nodes)) + 0
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def verify(carry: tuple[Any, Array, Array], target: Weights, rounds: Array | int) -> tuple[Any, Array, Array]:
-  """The target's forward over N nodes with logits; the scratch rows are written over each turn."""
-  depths = carry[2]
+@functools.partial(jax.jit, static_argnames="implementation", donate_argnums=0)
+def verify(
+  carry: tuple[Any, Array],
+  target: Weights,
+  tree: TokenTree | DynamicTree,
+  implementation: str,
+  rounds: Array | int,
+) -> tuple[Any, Array]:
+  """The target's forward over a tree with logits; the scratch rows are written over each turn."""
+  ancestors = None if tree.is_chain else tree.ancestors
 
   def turn(_, loop):
     cache, tokens = loop
-    output = target.target(tokens, cache, depths=depths)
+    output = target.target(
+      tokens, cache, depths=tree.depths, ancestors=ancestors, implementation=implementation
+    )
     return output.cache, tokens + _never(output.logits)
 
-  cache, tokens = jax.lax.fori_loop(0, rounds, turn, carry[:2])
-  return cache, tokens, depths
+  return jax.lax.fori_loop(0, rounds, turn, carry)
 
 
 def one_round(method: Method, state: DecodeState) -> tuple[Proposal, Verification, DecodeState]:
@@ -141,6 +148,11 @@ def one_round(method: Method, state: DecodeState) -> tuple[Proposal, Verificatio
   return proposal, verification, state
 
 
+def _with_caches_of(after: Any, before: Any) -> Any:
+  """A drafter's state as it was, but for its caches: going back to old ones would copy them."""
+  return jax.tree.map(lambda new, old: new if new.ndim == 4 else old, after, before)
+
+
 @functools.partial(jax.jit, static_argnames="config", donate_argnums=0)
 def draft(state: DecodeState, weights: Weights, config: DecodeConfig, rounds: Array | int) -> DecodeState:
   """The draft alone, from the same text each turn."""
@@ -148,8 +160,7 @@ def draft(state: DecodeState, weights: Weights, config: DecodeConfig, rounds: Ar
   def turn(_, state):
     proposal, after = decode.draft_step(weights, state, config)
     read = [proposal.tokens, proposal.valid] + ([] if proposal.q is None else [proposal.q])
-    # The drafter is where it was, but for its caches: going back to old ones would copy them.
-    drafter = jax.tree.map(lambda new, old: new if new.ndim == 4 else old, after.drafter, state.drafter)
+    drafter = _with_caches_of(after.drafter, state.drafter)
     return after.replace(length=after.length + _never(*read), drafter=drafter)
 
   return jax.lax.fori_loop(0, rounds, turn, state)
@@ -173,7 +184,7 @@ def accept(
       length=state.length + _never(after.length, after.finish, after.tokens),
       finish=state.finish,
       cache=after.cache.replace(length=state.cache.length),
-      drafter=state.drafter,
+      drafter=_with_caches_of(after.drafter, state.drafter),
       log=after.log.replace(rounds=jnp.zeros_like(state.log.rounds)),
     )
 

@@ -51,9 +51,9 @@ class Proposal:
   Attributes:
     tokens: int32 ``[B, N]``, node 0 is the root.
     valid: bool ``[B, N]``; an invalid node was not proposed, and neither is anything below it.
-    q: float32 ``[B, N, V]``, the distribution the children of node i were drawn from, after all
+    q: float32 ``[B, N, V]``, row i the distribution the children of node i were drawn from, after all
       processing, over the target's vocabulary; None when the kind is deterministic. A leaf's row is
-      never read, so an array of the non-leaf nodes of a chain, ``[B, N - 1, V]``, will do.
+      never read, and an array that ends behind the last node with children will do.
     tree: the topology, one for all rows or one a row.
     kind: ``deterministic``: the tokens are a function of committed tokens (q is a point mass).
       ``sampled``: each child was drawn from q with its own noise, siblings independently.
@@ -185,7 +185,7 @@ class Drafter(Protocol):
     """Drafts behind ``context.root``. May use scratch rows of the target's cache and hands it back."""
 
   def extend(self, weights: Any, state: State, committed: Committed) -> State:
-    """What a round kept: root and accepted drafts, T = G + 1."""
+    """What a round kept: root and accepted drafts. T is the depth of the round's proposal and 1."""
 
 
 class StatelessDrafter:

@@ -104,6 +104,7 @@ class RoundLog:
   rounds: Array
   proposed: Array  # valid nodes but the root
   depth: Array  # of the deepest of them
+  reached: Array  # drafts accepted, and one more if something was proposed behind the last of them
   accepted: Array
   emitted: Array
   overlap: Array  # float32 [B], sum of Σ min(p, q) over judged positions
@@ -154,7 +155,7 @@ def init_state(weights: Weights, config: DecodeConfig, batch: int) -> DecodeStat
     settings=Settings.create(batch),
     cache=weights.target.init_cache(batch, slots),
     drafter=config.drafter.init(weights.drafter, batch, slots),
-    log=RoundLog(zeros(), rounds(), rounds(), rounds(), rounds(), jnp.zeros((batch,), jnp.float32), zeros()),
+    log=RoundLog(zeros(), *(rounds() for _ in range(5)), jnp.zeros((batch,), jnp.float32), zeros()),
   )
 
 
@@ -431,11 +432,14 @@ def _log(state, proposal, verdict, emitted) -> RoundLog:
   log, active = state.log, state.active
   proposed = proposal.valid[:, 1:].sum(axis=1)
   depth = jnp.where(proposal.valid, proposal.tree.depths, 0).max(axis=1)
+  last = jnp.take_along_axis(verdict.path, verdict.accepted[:, None], axis=1)
+  went_on = jnp.any(proposal.valid & (jnp.asarray(proposal.tree.parents) == last), axis=1)
   put = lambda column, value: _write(column, value.astype(jnp.uint8)[:, None], log.rounds)
   return RoundLog(
     rounds=log.rounds + active,
     proposed=put(log.proposed, proposed),
     depth=put(log.depth, depth),
+    reached=put(log.reached, verdict.accepted + went_on),
     accepted=put(log.accepted, verdict.accepted),
     emitted=put(log.emitted, emitted),
     overlap=log.overlap + jnp.where(active, verdict.overlap, 0.0),
@@ -512,6 +516,8 @@ class RowResult:
     finish: ``stop``, ``length``, ``error``, or None while running.
     proposed: drafts a round, all nodes of a tree but the root.
     depth: of the deepest of them; for chains the same number.
+    reached: depths of a round at which drafts were judged: the accepted ones, and one more if something
+      was proposed behind the last of them.
     accepted: drafts accepted a round.
     emitted: tokens a round, the bonus included; what stops cut away is not counted.
     overlap: mean Σ min(p, q) over judged positions (the expected acceptance there), None if unknown.
@@ -522,6 +528,7 @@ class RowResult:
   finish: str | None
   proposed: list[int]
   depth: list[int]
+  reached: list[int]
   accepted: list[int]
   emitted: list[int]
   overlap: float | None
@@ -547,10 +554,8 @@ class RowResult:
 
   @property
   def reach_counts(self) -> list[int]:
-    """``[d - 1]``: rounds that reached depth d: something was proposed there, and d - 1 were accepted."""
-    deepest = max(self.depth, default=0)
-    pairs = list(zip(self.depth, self.accepted))
-    return [sum(depth >= d and a >= d - 1 for depth, a in pairs) for d in range(1, deepest + 1)]
+    """``[d - 1]``: rounds that reached depth d: d - 1 accepted, and something proposed behind them."""
+    return [sum(reached >= d for reached in self.reached) for d in range(1, max(self.reached, default=0) + 1)]
 
 
 def results(state: DecodeState) -> list[RowResult]:
@@ -569,6 +574,7 @@ def results(state: DecodeState) -> list[RowResult]:
         finish=None if finish is Finish.NONE else finish.name.lower(),
         proposed=host.log.proposed[b, :rounds].tolist(),
         depth=host.log.depth[b, :rounds].tolist(),
+        reached=host.log.reached[b, :rounds].tolist(),
         accepted=host.log.accepted[b, :rounds].tolist(),
         emitted=host.log.emitted[b, :rounds].tolist(),
         overlap=float(host.log.overlap[b]) / judged if judged else None,

@@ -271,6 +271,7 @@ def text_result(row: TextRow, result: RowResult) -> TextResult:
       finish="stop",
       proposed=result.proposed[:rounds],
       depth=result.depth[:rounds],
+      reached=result.reached[:rounds],
       accepted=result.accepted[:rounds],
       emitted=emitted,
       overlap=result.overlap if rounds == result.rounds else None,

@@ -39,6 +39,7 @@ class TokenTree:
   parents: tuple[int, ...]
 
   def __post_init__(self):
+    object.__setattr__(self, "parents", tuple(map(int, self.parents)))
     if not self.parents or self.parents[0] != -1:
       raise ValueError(f"TokenTree.parents must start with -1 (the root), got {self.parents[:3]}")
     if len(self.parents) > MAX_NODES:

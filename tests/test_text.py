@@ -30,7 +30,7 @@ def setup(name):
   """Weights and config of a drafter; the draft model is often right."""
   options = {}
   if name == "two_model":
-    options = dict(window=4, vocab_size=VOCAB, num_real_tokens=VOCAB, max_length=512, policy="argmax")
+    options = dict(window=4, vocab_size=VOCAB, num_real_tokens=VOCAB, max_length=512, policy="top_k")
   config = DecodeConfig(
     drafter=make_drafter(name, **options),
     rule=make_rule("greedy"),
@@ -136,7 +136,7 @@ def test_bad_stop_strings_are_refused(bad):
 def test_rounds_are_cut_with_the_text():
   """Σ emitted stays the number of tokens (case P1); accepted counts stay what the target accepted."""
   tokens = list(b"abcdefgh")
-  result = RowResult(tokens, 3, "length", [5, 5, 5], [2, 2, 1], [3, 3, 2], 0.5)
+  result = RowResult(tokens, 3, "length", [5, 5, 5], [5, 5, 5], [3, 3, 2], [2, 2, 1], [3, 3, 2], 0.5)
   row = TextRow(TOKENIZER, ["e"])
   row.push(tokens)
   row.close()

@@ -21,8 +21,9 @@ Array = jax.Array
 class PromptLookup(StatelessDrafter):
   """Proposes the ``window`` tokens behind earlier occurrences of the text's last tokens.
 
-  Which occurrences: those that share the longest suffix with the text, up to ``max_ngram`` tokens; among
-  equals the latest. Shorter than ``min_ngram``: nothing is proposed. The suffix never matches itself.
+  Which occurrences: first those that share the longest suffix with the text, up to ``max_ngram`` tokens,
+  among equals the latest; with ``matches`` left, those that share less. Shorter than ``min_ngram``: nothing
+  is proposed. The suffix never matches itself.
   Where an occurrence is fewer than ``window`` tokens before the end, the copy runs on into what it has
   just copied, so a period is continued at its full length.
 

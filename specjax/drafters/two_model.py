@@ -17,7 +17,7 @@ from specjax import cache as kv
 from specjax import sampling
 from specjax.base import DraftContext, Proposal
 from specjax.sampling import Purpose
-from specjax.tree import TokenTree, pack_bits
+from specjax.tree import MAX_NODES, TokenTree, pack_bits
 
 Array = jax.Array
 
@@ -55,7 +55,7 @@ class _Level(NamedTuple):
   ancestors: np.ndarray  # uint32 [F, W], over scratch rows behind the root's
   parent: np.ndarray  # int32 [C], which fed node each child has
   rank: np.ndarray  # int32 [C], its place among its siblings
-  nodes: np.ndarray  # int32 [F, K], the child of each rank; the root where there is none
+  nodes: np.ndarray  # int32 [F, K], the child of each rank, or a number that no node has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,11 @@ def _plan(tree: TokenTree) -> _Plan:
     parents = [node for node in members if tree.children[node]]
     children = tree.levels[depth]
     most = max(len(tree.children[node]) for node in parents)
-    nodes = [(*tree.children[node], *[0] * (most - len(tree.children[node]))) for node in parents]
+    # Where there is no child, a number of its own: what is drawn with it is not used.
+    spare = itertools.count(tree.num_nodes + MAX_NODES * depth)
+    nodes = [
+      (*tree.children[node], *itertools.islice(spare, most - len(tree.children[node]))) for node in parents
+    ]
     rows = row[parents] - 1  # the root's own row is part of the prefix by then
     levels.append(
       _Level(
@@ -152,6 +156,9 @@ class TwoModel:
       raise ValueError(f"two_model: the tree has {self.tree.num_nodes} node; a draft needs at least 2")
     if self.policy not in get_args(Policy):
       raise ValueError(f"policy = {self.policy!r}; it must be one of {', '.join(get_args(Policy))}")
+    most = max(map(len, self.tree.children))
+    if most > self.num_real_tokens:
+      raise ValueError(f"two_model: a node has {most} children; there are {self.num_real_tokens} real tokens")
 
   @property
   def kind(self) -> str:
@@ -219,10 +226,10 @@ class TwoModel:
 
   def _grow(self, weights, cache, context, tokens, run: list[_Level]):
     """Grows the levels of a run behind ``tokens [B, nodes of the level before]``."""
+    feed = lambda tokens: tokens[:, run[0].fed]
 
     def step(carry, level):
-      cache, tokens = carry
-      fed = tokens[:, run[0].fed]
+      cache, fed = carry
       output = self._run(
         weights,
         fed,
@@ -234,13 +241,14 @@ class TwoModel:
       # Of the fields, only these change along a run.
       level = run[0]._replace(depth=level.depth, nodes=level.nodes)
       children = self._children(output.logits, context, level)
-      return (output.cache, children.tokens), children
+      # Of the last level of a run nothing is fed by this pattern, and what is made up here is not used.
+      return (output.cache, feed(children.tokens)), children
 
     if len(run) == 1:
-      (cache, _), children = step((cache, tokens), run[0])
+      (cache, _), children = step((cache, feed(tokens)), run[0])
       return cache, [children]
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *run)
-    (cache, _), children = jax.lax.scan(step, (cache, tokens), stacked)
+    (cache, _), children = jax.lax.scan(step, (cache, feed(tokens)), stacked)
     return cache, [jax.tree.map(lambda leaf, i=i: leaf[i], children) for i in range(len(run))]
 
   def _children(self, logits: Array, context: DraftContext, level: _Level) -> _Children:
@@ -304,8 +312,10 @@ def two_model(*, window: int, branching: Sequence[int] = (), **options) -> TwoMo
   Raises:
     ValueError: naming the field, the value and the limit.
   """
-  if window < 1:
-    raise ValueError(f"window = {window}; two_model needs at least 1")
+  if not isinstance(window, int) or window < 1:
+    raise ValueError(f"window = {window!r}; two_model needs an integer of at least 1")
+  if not isinstance(branching, Sequence):
+    raise ValueError(f"branching = {branching!r}; it must be numbers of children by depth, e.g. (3,2)")
   if len(branching) > window:
     raise ValueError(f"branching = {tuple(branching)} names {len(branching)} depths; window = {window}")
   return TwoModel(TokenTree.cartesian((*branching, *[1] * (window - len(branching)))), **options)

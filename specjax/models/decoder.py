@@ -85,11 +85,11 @@ class Decoder(nnx.Module):
       ``[B, T, len(taps), D]`` or None, and the hidden state ``[B, T, D]`` behind the last layer run.
 
     Raises:
-      ValueError: ``scratch`` without ``ancestors``.
+      ValueError: ``scratch`` without ``ancestors`` or ``depths``.
     """
     c = self.config
-    if ancestors is None and not (isinstance(scratch, int) and scratch == 0):
-      raise ValueError("Decoder: scratch rows are seen by bits; pass ancestors (and depths) with scratch")
+    if (ancestors is None or depths is None) and not _is_zero(scratch):
+      raise ValueError("Decoder: scratch rows are seen by bits and sit at depths; pass ancestors and depths")
     first, last = layer_range
     last = c.num_layers if last is None else last
     width = tokens.shape[1]
@@ -123,3 +123,8 @@ class Decoder(nnx.Module):
     """Normed hidden states ``[..., D]`` → float32 logits ``[..., V]``."""
     weight = self.embed[...] if self.head is None else self.head.weight[...]
     return layers.matmul(x, weight).astype(jnp.float32)
+
+
+def _is_zero(x: Array | int) -> bool:
+  """Whether x is known to be 0 while tracing."""
+  return not isinstance(x, jax.core.Tracer) and int(x) == 0

@@ -25,6 +25,7 @@ def main():
       make_drafter("two_model", window=4, vocab_size=64, num_real_tokens=64, max_length=512),
       draft,
     ),
+    "prompt_lookup_tree": (make_drafter("prompt_lookup[matches=4,min_ngram=1]", window=4), None),
     "two_model_tree": (
       make_drafter(
         "two_model[branching=(2,),policy=top_k]",

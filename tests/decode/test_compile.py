@@ -16,13 +16,13 @@ def traces():
   return sum(step._cache_size() for step in steps)
 
 
-@pytest.mark.parametrize("name", ("none", "prompt_lookup", "two_model_sample"))
+@pytest.mark.parametrize("name", ("none", "prompt_lookup", "two_model_sample", "prompt_lookup_tree"))
 def test_o1_one_trace_over_everything_a_user_varies(name):
   """Lengths, budgets, temperatures, top-k, top-p, min-p, seeds, stop ids, round limits, acceptance.
 
   Fails when one of them becomes static or changes its type.
   """
-  rule = "speculative_sampling"
+  rule = "speculative_sampling" if contract.built(name)[0].tree.is_chain else "draw_and_follow"
   contract.run(name, rule)
   before = traces()
   _, weights = contract.built(name)

@@ -5,6 +5,7 @@ each other. Seeds are fixed, so the outcome is, too: each p-value must exceed 2e
 program fails with a probability of 1 in 500 for the family of tests here, once, when it is written.
 """
 
+import dataclasses
 import functools
 import unittest.mock
 
@@ -17,6 +18,7 @@ from specjax import decode, sampling
 from specjax.drafters import make_drafter
 from specjax.sampling import Settings
 from specjax.testing import SampledDrafter, TableTarget, chi_square, joint_law, process
+from specjax.tree import TokenTree
 from specjax.verify import make_rule
 
 VOCAB, STEPS = 3, 6
@@ -160,12 +162,17 @@ def test_f2_noise_is_not_frozen():
     assert texts[0] == texts[1] and texts[1] != texts[2] != texts[3]
 
 
-def test_f7_no_random_number_is_used_twice():
+@pytest.mark.parametrize("kind", ("chain", "uneven tree"))
+def test_f7_no_random_number_is_used_twice(kind):
   """Every (purpose, position, node) asked for in 20 rounds is asked for once.
 
-  Fails when draft or acceptance noise is keyed by position alone: after a rejection it comes again.
+  (A tree's nodes of one depth share the target's draw: at most one of them is on the path.) Fails when draft
+  or acceptance noise is keyed by position alone: after a rejection it comes again.
   """
-  config = config_of(two_model(), "speculative_sampling", length_limit=70)
+  drafter, rule = two_model(), "speculative_sampling"
+  if kind != "chain":
+    drafter, rule = dataclasses.replace(drafter, tree=TokenTree((-1, 0, 0, 0, 1, 2, 2))), "draw_and_follow"
+  config = config_of(drafter, rule, length_limit=70)
   seen = []
   real = sampling.uniform
 
@@ -187,7 +194,10 @@ def test_f7_no_random_number_is_used_twice():
   jax.effects_barrier()
   (row,) = decode.results(state)
   assert row.rounds == 20 and 0 < sum(row.accepted) < sum(row.proposed)
-  assert {purpose for purpose, _, _ in seen} == {int(purpose) for purpose in sampling.Purpose}
+  if kind == "chain":
+    assert {purpose for purpose, _, _ in seen} == {int(purpose) for purpose in sampling.Purpose}
+  else:
+    seen = [draw for draw in seen if draw[0] == int(sampling.Purpose.DRAFT)]
   assert len(seen) == len(set(seen)) > 100
 
 

@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 
 from specjax import decode
-from specjax.testing import TableTarget, poison, tiny_model
+from specjax.testing import TableTarget, assert_cache_rows, poison, tiny_model
 from tests import contract
 
-SAMPLED = ("none", "prompt_lookup", "two_model_sample")
+SAMPLED = ("none", "prompt_lookup", "two_model_sample", "prompt_lookup_tree", "two_model_tree_sample")
+
+
+def rule_of(name):
+  return "speculative_sampling" if contract.built(name)[0].tree.is_chain else "draw_and_follow"
 
 
 def rows_of(name, rule, **kwargs):
@@ -19,7 +23,7 @@ def rows_of(name, rule, **kwargs):
 @pytest.mark.parametrize("name", SAMPLED)
 def test_f3_rows_do_not_depend_on_order_batch_or_padding(name):
   """Fails when noise is keyed by slot, or a row's settings, length or drafts come from a neighbour."""
-  rule = "speculative_sampling"
+  rule = rule_of(name)
   together = rows_of(name, rule)
   order = (2, 0, 3, 1)
   assert rows_of(name, rule, rows=order) == [together[i] for i in order]
@@ -34,17 +38,35 @@ def test_f3_seed_7_with_other_windows_and_in_other_slots():
   Fails when a target draw is keyed by anything but (seed, absolute position), by the round for one.
   """
   texts = [row.tokens for row in contract.plain_sampled()]
-  for name in ("prompt_lookup", "two_model_top_k", "two_model_sample", "self_draft"):
+  for name in ("prompt_lookup", "two_model_top_k", "two_model_sample", "self_draft", "prompt_lookup_tree"):
     assert [row.tokens for row in rows_of(name, "draw_and_follow")] == texts, name
 
 
-@pytest.mark.parametrize("name", ("prompt_lookup", "two_model_sample"))
+@pytest.mark.parametrize("name", ("two_model_tree_sample", "two_model_tree_distinct"))
+def test_distinct_siblings_leave_the_right_rows(name):
+  """Sampled siblings that differ, rows accepting different branches: the draft's rows equal a fresh prefill.
+
+  Fails when the draft compacts by another numbering than the target.
+  """
+  _, weights = contract.built(name)
+  config = contract.static(name, "draw_and_follow")
+  state = contract.start(name, sampling=contract.SAMPLING)
+  while np.asarray(state.active).any():
+    state = decode.generate(weights, poison(state), config, 3)
+    for model, cache in contract.DRAFTERS[name].caches(state.drafter).values():
+      assert_cache_rows(model, cache, state, width=contract.LENGTH_LIMIT)
+  rows = decode.results(state)
+  assert sum(map(sum, (row.accepted for row in rows))) > 10
+  assert [row.tokens for row in rows] == [row.tokens for row in contract.plain_sampled()]
+
+
+@pytest.mark.parametrize("name", ("prompt_lookup", "two_model_sample", "prompt_lookup_tree"))
 def test_insert_into_a_running_state(name):
   """A row may enter at any round: it and the others say what they say alone, and nothing compiles.
 
   Fails when a leaf of the state is shared between rows, or left over from the slot's last tenant.
   """
-  rule = "speculative_sampling"
+  rule = rule_of(name)
   _, weights = contract.built(name)
   config = contract.static(name, rule)
   together = rows_of(name, rule)
@@ -60,10 +82,10 @@ def test_insert_into_a_running_state(name):
   assert (decode.run_rounds._cache_size(), decode.insert_row._cache_size()) == sizes
 
 
-@pytest.mark.parametrize("name", ("none", "prompt_lookup", "two_model_sample"))
+@pytest.mark.parametrize("name", SAMPLED)
 def test_c4_empty_rows_stay_empty(name):
   """One row in a bucket of four, memory poisoned. Fails when an empty row is written at -1 or counted."""
-  rule = "speculative_sampling"
+  rule = rule_of(name)
   _, weights = contract.built(name)
   config = contract.static(name, rule)
   state = decode.init_state(weights, config, contract.BATCH)
@@ -72,7 +94,7 @@ def test_c4_empty_rows_stay_empty(name):
   rows = contract.comparable(decode.results(state))
   assert rows[2] == rows_of(name, rule)[3]
   for row in (0, 1, 3):
-    assert rows[row] == decode.RowResult([], 0, None, [], [], [], None)
+    assert rows[row] == decode.RowResult([], 0, None, [], [], [], [], [], None)
     assert rows[row].tau == rows[row].acceptance_rate == 0.0
   np.testing.assert_array_equal(state.cache.length, np.maximum(np.asarray(state.length) - 1, 0))
 

@@ -19,6 +19,8 @@ TREES = {
   "chain": TokenTree.chain(4),
   "cartesian": TokenTree.cartesian((3, 2, 1, 1)),
   "widths": TokenTree.of_widths((3, 4, 2)),
+  "narrowing": TokenTree.of_widths((3, 1, 1, 1)),
+  "one deep branch": TokenTree((-1, 0, 0, 2, 3)),
   "numbered depth first": TokenTree((-1, 0, 1, 2, 1, 0, 5, 6, 5)),
 }
 

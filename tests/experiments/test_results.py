@@ -14,7 +14,9 @@ from specjax.decode import RowResult
 
 def row(accepted, proposed, emitted, *, question=1, drafter="prompt_lookup", category="a", seconds=1.0):
   """A row of results with tokens to match."""
-  result = RowResult(list(range(sum(emitted))), 4, "length", proposed, proposed, accepted, emitted, None)
+  reached = [min(a + 1, p) for a, p in zip(accepted, proposed)]  # of chains
+  tokens = list(range(sum(emitted)))
+  result = RowResult(tokens, 4, "length", proposed, proposed, reached, accepted, emitted, None)
   return results.make_row(
     result,
     question_id=question,

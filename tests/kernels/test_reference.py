@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.kernels.tree_attention import choose, tree_attention
+from specjax.kernels.tree_attention import IMPLEMENTATIONS, choose, tree_attention
 from tests.kernels.suite import TreeAttentionSuite
 
 
@@ -50,7 +50,7 @@ def test_auto_takes_the_reference_where_no_run_is_recorded():
   assert choose("auto", q, k, False, "no such device").implementation == "reference"
 
 
-@pytest.mark.parametrize("name", ("pallas_tpu", "pallas_tpu_interpreted"))
+@pytest.mark.parametrize("name", IMPLEMENTATIONS[2:])
 def test_a_kernel_asked_for_by_name_is_taken_or_refused(name):
   """No silent fallback: what the kernel does not take raises, and says what it takes (case D7)."""
   q, k, v = arrays()

@@ -99,8 +99,8 @@ def tree_attention(
       ``_interpreted`` run in Pallas's interpreters on any machine. ``auto``: see `choose`.
 
   Returns:
-    ``(out [B, N, Q, H], k, v)``. A node that sees nothing gives 0, one that sees a value that is not
-    finite NaN; what a node does not see never changes a bit of it. The caches come back so that a
+    ``(out [B, N, Q, H], k, v)``. A node that sees nothing gives 0, one that sees a value (of ``v``) that is
+    not finite NaN; what a node does not see never changes a bit of it. The caches come back so that a
     caller can go on writing to them: a loop that only reads an array makes XLA copy it at the next write.
 
   Raises:

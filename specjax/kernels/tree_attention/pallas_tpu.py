@@ -11,6 +11,7 @@ blocks are. Softmax is online; queries, outputs and the words of the mask come t
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ SLOT_MULTIPLE = 128  # of the buffer, as `cache.create` makes it
 GRAIN = 32  # slots; whole tiles of 8 × 128 for every type
 MAX_ROWS = 2048  # query rows a kv head in one call; more nodes than that are attended in turns
 VMEM = 14 * 2**20  # what a tile may use: v4, v5e and v5p give a kernel 16 MiB
-UNROLLED_ROWS = 128  # more rows than that side by side do not fit the registers
+UNROLLED_ROWS = 128  # more rows than that side by side do not fit the registers of any TPU
 # Larger values are infinite to the matrix unit, whose products are of bfloat16 parts.
 LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 
@@ -45,12 +46,14 @@ class Tile(NamedTuple):
     slots: slots of a block of K and V, a power of two.
     rows: query rows (heads of the group × nodes) of one product, at most.
     chunk: slots of one product, a multiple of 128 that divides ``slots``.
+    unroll: 1: one kv head after the other; ``heads``: side by side, so that one's waits are another's work.
   """
 
   heads: int
   slots: int
   rows: int
   chunk: int
+  unroll: int = 1
 
 
 class Cost(NamedTuple):
@@ -122,7 +125,7 @@ def _turns(q, k) -> list[slice]:
   """The nodes that each call of the kernel takes. Only long prompts need a second turn, which reads the
   prefix again: 128 nodes are one up to 16 query heads a kv head, 256 up to 8."""
   nodes, group = q.shape[1], q.shape[2] // k.shape[1]
-  each = _ceil(nodes, _ceil(nodes * group, MAX_ROWS))
+  each = min(nodes, MAX_ROWS // group)
   return [slice(start, min(start + each, nodes)) for start in range(0, nodes, each)]
 
 
@@ -166,7 +169,9 @@ def _shape(q, k, words: int, tile: Tile | None) -> _Shape:
   # A recorded tile is of a class of shapes: this one may have fewer kv heads or slots.
   largest = 1 << (slots.bit_length() - 1)
   fit = min(tile.slots, largest)
-  tile = Tile(_divisor(kv_heads, tile.heads), fit, tile.rows, min(tile.chunk, fit))
+  heads = _divisor(kv_heads, tile.heads)
+  unroll = heads if tile.unroll > 1 else 1
+  tile = Tile(heads, fit, tile.rows, min(tile.chunk, fit), unroll)
   height, rows = _heights(group * nodes, tile.rows, jnp.dtype(q.dtype).itemsize)
   info = _round_up(1 + words, SUBLANES)
   return _Shape(batch, nodes, group, kv_heads, slots, head_dim, height, rows, info, tile)
@@ -211,7 +216,7 @@ def candidate_tiles(head_dim: int, dtype, rows: int, kv_heads: int) -> list[Tile
   found = []
   for heads in sorted({_divisor(kv_heads, most) for most in (1, 2, 4, 8, kv_heads // 2 or 1)}):
     for slots in (256, 512, 1024, 2048):
-      for height, chunk in ((128, 128), (128, 256), (256, 128), (256, 256), (128, 512), (128, 1024)):
+      for height, chunk in itertools.product((32, 64, 128), (128, 256, 512, 1024)):
         one, high = _heights(rows, height, size)
         step = 2 * heads * slots * lanes * size
         state = heads * high * (lanes * (4 + 4 * size) + 2 * LANES * 4)
@@ -219,9 +224,10 @@ def candidate_tiles(head_dim: int, dtype, rows: int, kv_heads: int) -> list[Tile
         if chunk <= slots and product <= 2**16 and 2 * step + state + 16 * product <= VMEM:
           # Two tiles of heads, for chips whose two cores share a grid; steps of about 2 MiB, so that
           # what a step costs by itself does not show.
-          rank = (heads * 2 > kv_heads > 1, abs(np.log2(step / 2**21)), abs(np.log2(product / best)), -heads)
-          found.append((rank, Tile(heads, slots, height, chunk)))
-  return [tile for _, tile in sorted(found)]
+          rank = (heads * 2 > kv_heads > 1, abs(np.log2(step / 2**21)), abs(np.log2(product / best)), -height)
+          for unroll in {1, heads} if one * heads <= UNROLLED_ROWS else {1}:
+            found.append(((*rank, -heads, -unroll), Tile(heads, slots, height, chunk, unroll)))
+  return list(dict.fromkeys(tile for _, tile in sorted(found)))
 
 
 def cost(q, k, mask: Mask, tile: Tile | None = None) -> Cost:
@@ -310,7 +316,7 @@ def _attend(q, k, v, mask, first_node, *, scale, softcap, interpret, tile):
       scratch_shapes=[
         *(buffer, buffer, pltpu.SemaphoreType.DMA((2, 2))),
         *(state(LANES), state(LANES), state(head_dim)),
-        pltpu.VMEM((height, LANES), jnp.int32),
+        *(pltpu.VMEM((height, LANES), jnp.int32), pltpu.VMEM((height, LANES), jnp.int32)),
       ],
     ),
     out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),
@@ -333,8 +339,9 @@ def _attend(q, k, v, mask, first_node, *, scale, softcap, interpret, tile):
 def _kernel(*refs, shape: _Shape, causal: bool, scale: float, softcap: float | None):
   """One step: the scalars, queries, mask and caches, the output, then what lives from step to step."""
   row_of_step, offsets, starts, stops, bare_from, bare_to, prefixes, ends = refs[:8]
-  q, info, k_hbm, v_hbm, out, k_buffer, v_buffer, arrived, top, total, acc, shown = refs[8:]
+  q, info, k_hbm, v_hbm, out, k_buffer, v_buffer, arrived, top, total, acc, marks, shown = refs[8:]
   tile, height = shape.tile, shape.height
+  few = math.gcd(height, 4 * SUBLANES)
   head_tile, step, steps = pl.program_id(0), pl.program_id(1), offsets[shape.batch]
   exact = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
@@ -379,8 +386,8 @@ def _kernel(*refs, shape: _Shape, causal: bool, scale: float, softcap: float | N
   half = jax.lax.rem(step, 2)
 
   def over_heads(body):
-    """Calls ``body`` with each kv head; side by side, one's waits are another's work, where registers do."""
-    if height * tile.heads <= UNROLLED_ROWS:
+    """Calls ``body`` with each kv head."""
+    if tile.unroll == tile.heads:
       for head in range(tile.heads):
         body(head)
     else:
@@ -410,18 +417,28 @@ def _kernel(*refs, shape: _Shape, causal: bool, scale: float, softcap: float | N
 
   copies(step, lambda copy: copy.wait())
 
-  def visible(lanes, slot):
-    """bool ``[height, LANES]``."""
-    columns = info[0, :, lanes].T[:height]  # [height, lines]
-    first_seen = columns[:, :1]
-    column = slot - prefixes[row]
-    if causal:
-      return (slot >= first_seen) & (column <= columns[:, 1:2]) & (slot < ends[row])
-    word = jnp.zeros((height, LANES), jnp.int32)
-    for w in range(shape.info - 1):
-      word = jnp.where(jax.lax.shift_right_arithmetic(column, 5) == w, columns[:, w + 1 : w + 2], word)
-    bit = jax.lax.shift_right_logical(word, column & (WORD_BITS - 1)) & 1
-    return jnp.where(column < 0, (slot >= first_seen).astype(jnp.int32), bit * (slot < ends[row])) != 0
+  def look(lanes, first_slot):
+    """Writes into ``shown [height, LANES]`` which rows see which of the slots from ``first_slot`` on.
+
+    A few rows at a time, and by way of memory: the whole mask beside a product does not fit the registers.
+    """
+    marks[:, : shape.info] = info[0, :, lanes].T[:height]
+
+    @pl.loop(0, height // few)
+    def _(i):
+      rows = pl.ds(pl.multiple_of(i * few, few), few)
+      slot = first_slot + jax.lax.broadcasted_iota(jnp.int32, (few, LANES), 1)
+      column = slot - prefixes[row]
+      first_seen = marks[rows, :1]
+      if causal:
+        seen = (slot >= first_seen) & (column <= marks[rows, 1:2]) & (slot < ends[row])
+        shown[rows] = seen.astype(jnp.int32)
+        return
+      word = jnp.zeros((few, LANES), jnp.int32)
+      for w in range(shape.info - 1):
+        word = jnp.where(jax.lax.shift_right_arithmetic(column, 5) == w, marks[rows, w + 1 : w + 2], word)
+      bit = jax.lax.shift_right_logical(word, column & (WORD_BITS - 1)) & 1
+      shown[rows] = jnp.where(column < 0, (slot >= first_seen).astype(jnp.int32), bit * (slot < ends[row]))
 
   def clean(head, slots):
     """Makes some slots of the block safe to weight with 0.
@@ -476,25 +493,29 @@ def _kernel(*refs, shape: _Shape, causal: bool, scale: float, softcap: float | N
       @pl.loop(0, jax.lax.div(jnp.minimum(length - at, tile.chunk) + LANES - 1, LANES))
       def _(part):
         slots = pl.ds(pl.multiple_of(at + part * LANES, LANES), LANES)
-        pl.loop(0, tile.heads)(lambda head: clean(head, slots))
+
+        @pl.loop(0, tile.heads * (LANES // GRAIN))
+        def _(i):
+          piece = jax.lax.rem(i, LANES // GRAIN) * GRAIN
+          clean(jax.lax.div(i, LANES // GRAIN), pl.ds(pl.multiple_of(slots.start + piece, GRAIN), GRAIN))
 
         def masked(rows, lanes):
-          number = first + slots.start + jax.lax.broadcasted_iota(jnp.int32, (height, LANES), 1)
-          shown[...] = visible(lanes, number).astype(jnp.int32)
+          look(lanes, first + slots.start)
           pl.loop(0, tile.heads)(lambda head: product(head, rows, slots, shown))
 
         over_rows(masked)
 
   @pl.when(step + 1 == offsets[row + 1])
   def _():
-    def finish(rows, head):
+    @pl.loop(0, tile.heads * (shape.rows // few))
+    def _(i):
+      head = jax.lax.div(i, shape.rows // few)
+      rows = pl.ds(pl.multiple_of(jax.lax.rem(i, shape.rows // few) * few, few), few)
       sums, weight = acc[head, rows], total[head, rows]
       # Without a mask an infinite value stays in its lane, or infinite: NaN for all, as elsewhere.
       whole = jnp.min(jnp.where(jnp.abs(sums) <= LARGEST, 1.0, 0.0), axis=1, keepdims=True) > 0
       weight = _lanes(jnp.where(weight == 0, 1.0, weight), shape.head_dim)
       out[0, head, rows] = (jnp.where(whole, sums, jnp.nan) / weight).astype(out.dtype)
-
-    over_rows(lambda rows, _: over_heads(functools.partial(finish, rows)))
 
 
 def _lanes(x: Array, width: int) -> Array:
