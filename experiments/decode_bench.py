@@ -10,8 +10,8 @@ within a pass, and the spread is their interquartile range. The parts:
 - nodes: the bare matrix products (all linear layers and the output head, nothing else) and the verify of
   N nodes;
 - phases: draft, verify, accept with commit, and the whole round of the drafter;
-- trees: a round of the same N nodes as a chain, as a static and as a dynamic tree, and the memory that the
-  loop needs beside its state, by N and buffer;
+- trees: a round of the same N nodes as a chain, as a static and as a dynamic tree;
+- memory: what the loop needs beside its state, by N and buffer;
 - slots: a round against the size of the buffer, same live tokens;
 - batch: a round against the number of rows;
 - compile: seconds to trace and compile the loop of a tiny model of many layers (no compilation cache).
@@ -38,14 +38,14 @@ from specjax.models import Decoder
 from specjax.tree import TokenTree
 from specjax.verify import make_rule
 
-PARTS = ("floor", "nodes", "phases", "trees", "slots", "batch", "compile")
+PARTS = ("floor", "nodes", "phases", "trees", "memory", "slots", "batch", "compile")
 SELECTED = flags.DEFINE_list("parts", list(PARTS), "What to measure.")
 QUICK = flags.DEFINE_bool("quick", False, "Fewer passes, nodes, buffers and batches.")
 ROUNDS = flags.DEFINE_integer("rounds", 16, "Turns of the loop in each timed call.", 1)
 PASSES = flags.DEFINE_integer("passes", None, "Passes over the cases of a part. Default: 9, quick 3.", 1)
 LIVE = flags.DEFINE_integer("live", 100, "Tokens in each row before the first round.", 2)
 NODES = flags.DEFINE_list("nodes", None, "Widths to verify. Default: 1,2,4,8,16,32,64, quick 1,8.")
-TREES = flags.DEFINE_list("trees", None, "Nodes of the part trees. Default: 8,16,64, quick 16.")
+TREES = flags.DEFINE_list("trees", None, "Nodes of the parts trees and memory. Default: 8,16,64, quick 16.")
 SLOTS = flags.DEFINE_list("slots", None, "Buffer sizes. Default: 512,2048,8192, quick 512,8192.")
 BATCHES = flags.DEFINE_list("batches", None, "Numbers of rows. Default: 1,2,4,8, quick 1,4.")
 LAYERS = flags.DEFINE_list("layers", None, "Layers of the part compile. Default: 32,80, quick 8.")
@@ -208,35 +208,44 @@ def measure_phases(bench: Bench) -> None:
   )
 
 
+def _fixed(plain: runtime.Method, shape: TokenTree, *, dynamic: bool = False, slots: int = 512):
+  """A method whose every round has this topology and hardly ever accepts."""
+  drafter = loops.FixedDrafter(shape, dynamic)
+  limit = slots - shape.num_nodes
+  config = dataclasses.replace(plain.config, drafter=drafter, rule=make_rule("greedy"), length_limit=limit)
+  return runtime.Method("fixed", config, plain.weights)
+
+
 def measure_trees(bench: Bench, widths: Sequence[int]) -> None:
   plain = bench.method("none")
-
-  def method(shape: TokenTree, dynamic: bool = False, slots: int = 512) -> runtime.Method:
-    drafter = loops.FixedDrafter(shape, dynamic)
-    limit = slots - shape.num_nodes
-    config = dataclasses.replace(plain.config, drafter=drafter, rule=make_rule("greedy"), length_limit=limit)
-    return runtime.Method("fixed", config, plain.weights)
-
   for nodes in widths:
-    chain, tree = TokenTree.chain(nodes - 1), tree_of(nodes)
-    cases = {
-      f"chain, N = {nodes}": method(chain),
-      "static tree": method(tree),
-      "dynamic tree": method(tree, True),
+    methods = {
+      f"chain, N = {nodes}": _fixed(plain, TokenTree.chain(nodes - 1)),
+      "static tree": _fixed(plain, tree_of(nodes)),
+      "dynamic tree": _fixed(plain, tree_of(nodes), dynamic=True),
     }
-    bench.measure("trees", {name: bench.rounds_case(case) for name, case in cases.items()})
-  lines = []
+    bench.measure("trees", {name: bench.rounds_case(method) for name, method in methods.items()})
+
+
+def measure_memory(bench: Bench, widths: Sequence[int]) -> None:
+  """What the compiler sets aside for the loop beside its state; nothing runs."""
+  plain, lines = bench.method("none"), []
   for slots in (512, 8192):
-    for nodes in (min(widths), max(widths)):
-      case = method(tree_of(nodes), slots=slots)
-      state = jax.eval_shape(lambda weights, c=case: decode.init_state(weights, c.config, 1), case.weights)
-      loop = decode.run_rounds.lower(case.weights, state, case.config, np.int32(1)).compile()
-      memory = loop.memory_analysis()
+    for nodes in widths:
+      method = _fixed(plain, tree_of(nodes), slots=slots)
+      init = functools.partial(decode.init_state, config=method.config, batch=1)
+      state = jax.eval_shape(init, method.weights)
+      loop = decode.run_rounds.lower(method.weights, state, method.config, np.int32(1)).compile()
       caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.cache))
-      row = {"part": "memory", "case": f"{slots} slots, N = {nodes}", "temporary": memory.temp_size_in_bytes}
-      lines.append([row["case"], f"{caches / 2**20:.1f}", f"{row['temporary'] / 2**20:.2f}"])
+      row = {
+        "part": "memory",
+        "case": f"{slots} slots, N = {nodes}",
+        "cache": caches,
+        "temporary": loop.memory_analysis().temp_size_in_bytes,
+      }
+      lines.append([row["case"], *(f"{row[name] / 2**20:.2f}" for name in ("cache", "temporary"))])
       if bench.directory is not None:
-        bench.directory.append({**row, "cache": caches})
+        bench.directory.append(row)
   results.table(("memory of the loop, static tree", "cache, MiB", "temporary, MiB"), lines)
   print(flush=True)
 
@@ -321,6 +330,7 @@ def main(_: list[str]) -> None:
     "nodes": lambda: measure_nodes(bench, widths),
     "phases": lambda: measure_phases(bench),
     "trees": lambda: measure_trees(bench, trees),
+    "memory": lambda: measure_memory(bench, trees),
     "slots": lambda: measure_slots(bench, sizes),
     "batch": lambda: measure_batch(bench, batches),
     "compile": lambda: measure_compile(bench, depths),

@@ -209,7 +209,7 @@ def main(_: list[str]) -> None:
               category="prompt",
               drafter=method.name,
               rule=method.config.rule.name,
-              settings=runtime.describe_settings(method),
+              settings=runtime.describe_settings(job, method),
               prefill_s=timed.prefill_s / batch,
               decode_s=timed.decode_s / batch,
               text=decoded(row.tokens),

@@ -204,7 +204,7 @@ def attention(job: Job, method: Method) -> Choice:
   c, tree = job.target.config, method.config.drafter.tree
   like = lambda *shape: jax.ShapeDtypeStruct(shape, job.target.model.dtype)
   q, k = like(1, tree.num_nodes, c.num_heads, c.head_dim), like(1, c.num_kv_heads, 128, c.head_dim)
-  return choose(method.config.implementation, q, k, tree.is_chain)
+  return choose(method.config.implementation, q, k)
 
 
 def make_settings(batch: int) -> Settings:
@@ -219,11 +219,12 @@ def make_settings(batch: int) -> Settings:
   )
 
 
-def describe_settings(method: Method) -> dict:
+def describe_settings(job: Job, method: Method) -> dict:
   """What of the flags shaped a row of results, for the row's ``settings``."""
   return {
     "window": method.window,
     "nodes": method.config.drafter.tree.num_nodes,
+    "attention": attention(job, method).implementation,
     "temperature": shared.TEMPERATURE.value,
     "top_k": shared.TOP_K.value,
     "top_p": shared.TOP_P.value,

@@ -143,7 +143,7 @@ class Bench:
         category=question.category,
         drafter=method.name,
         rule=method.config.rule.name,
-        settings=runtime.describe_settings(method),
+        settings=runtime.describe_settings(self.job, method),
         prefill_s=prefill_s,
         decode_s=decode_s,
         text=self.job.target.tokenizer.decode(result.tokens),

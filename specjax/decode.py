@@ -159,8 +159,11 @@ def init_state(weights: Weights, config: DecodeConfig, batch: int) -> DecodeStat
   )
 
 
-def shard_state(state: DecodeState, mesh: jax.sharding.Mesh) -> DecodeState:
-  """Rows over the mesh's ``data`` axis, kv heads over ``model`` where it divides them, else replicated."""
+def state_shardings(state: DecodeState, mesh: jax.sharding.Mesh) -> DecodeState:
+  """Rows over the mesh's ``data`` axis, kv heads over ``model`` where it divides them, else replicated.
+
+  A tree like the state, which may be abstract (shapes only).
+  """
   axes = dict(mesh.shape)
   data = "data" if "data" in axes and state.length.shape[0] % axes["data"] == 0 else None
 
@@ -168,9 +171,14 @@ def shard_state(state: DecodeState, mesh: jax.sharding.Mesh) -> DecodeState:
     spec = [data] + [None] * (leaf.ndim - 1)
     if leaf.ndim == 4 and "model" in axes and leaf.shape[1] % axes["model"] == 0:
       spec[1] = "model"
-    return jax.device_put(leaf, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
 
   return jax.tree.map(place, state)
+
+
+def shard_state(state: DecodeState, mesh: jax.sharding.Mesh) -> DecodeState:
+  """The state on the mesh, as `state_shardings` says."""
+  return jax.tree.map(jax.device_put, state, state_shardings(state, mesh))
 
 
 # --- prefill ---------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """The tables of the contract suites. A new drafter or rule is one row here.
 
-Everything in `tests/decode/test_contract*.py` then holds it to: token-identical to plain, valid cache
-rows and nothing else read, rows independent of each other, one trace, no cache copied.
+`tests/decode/test_contract.py` then holds it to: token-identical to plain in a ragged batch, cache rows
+equal to a fresh prefill, nothing else read, statistics that add up, one trace for streaming and the whole.
+(Order, padding, insertion and copies are tested on a row of each kind: `test_rows.py`, `test_compile.py`.)
 """
 
 from __future__ import annotations

@@ -44,17 +44,17 @@ def test_bad_shapes_are_refused():
 def test_auto_takes_the_reference_where_no_run_is_recorded():
   """A kernel that compiled but never ran on a device kind is not chosen; the reason says so."""
   q, k, _ = arrays()
-  choice = choose("auto", q, k, False)
+  choice = choose("auto", q, k)
   assert choice.implementation == "reference"
   assert jax.devices()[0].device_kind in choice.reason
-  assert choose("auto", q, k, False, "no such device").implementation == "reference"
+  assert choose("auto", q, k, "no such device").implementation == "reference"
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS[2:])
 def test_a_kernel_asked_for_by_name_is_taken_or_refused(name):
   """No silent fallback: what the kernel does not take raises, and says what it takes (case D7)."""
   q, k, v = arrays()
-  assert choose(name, q, k, True).implementation == name
+  assert choose(name, q, k).implementation == name
   for kwargs, match in (
     ({"head_dim": 80}, "64, 96, 128.* got 80"),
     ({"dtype": np.float16}, "float16"),

@@ -31,7 +31,7 @@ def _kernel(name: str):
   return importlib.import_module(f"specjax.kernels.tree_attention.{name.removesuffix(INTERPRETED)}")
 
 
-def choose(implementation: str, q, k, causal: bool, device_kind: str | None = None) -> Choice:
+def choose(implementation: str, q, k, device_kind: str | None = None) -> Choice:
   """What `tree_attention` does with arrays like ``q`` and ``k`` (only shapes and types are read).
 
   ``auto`` takes a kernel where ``tiles/`` records a correctness run of it on the device kind and the
@@ -41,7 +41,6 @@ def choose(implementation: str, q, k, causal: bool, device_kind: str | None = No
     implementation: one of `IMPLEMENTATIONS`.
     q: ``[B, N, Q, H]``.
     k: ``[B, K, S, H]``.
-    causal: no ancestors are given.
     device_kind: None is the kind of the default device.
 
   Raises:
@@ -54,7 +53,7 @@ def choose(implementation: str, q, k, causal: bool, device_kind: str | None = No
   if implementation == "reference":
     return Choice(implementation, "asked for")
   if implementation != "auto":
-    refusal = _kernel(implementation).refusal(q, k, causal)
+    refusal = _kernel(implementation).refusal(q, k)
     if refusal:
       raise ValueError(f"tree_attention: {implementation} {refusal}")
     return Choice(implementation, "asked for")
@@ -62,7 +61,7 @@ def choose(implementation: str, q, k, causal: bool, device_kind: str | None = No
   record = tiles.verified(kind)
   if record is None:
     return Choice("reference", f"no kernel has a recorded correctness run on {kind}")
-  refusal = _kernel(record.kernel).refusal(q, k, causal)
+  refusal = _kernel(record.kernel).refusal(q, k)
   if refusal:
     return Choice("reference", f"{record.kernel} {refusal}")
   return Choice(record.kernel, f"correct on {kind}, {record.date}")
@@ -128,7 +127,7 @@ def tree_attention(
       raise ValueError(
         f"tree_attention: ancestors has shape {ancestors.shape}, expected ({batch}, {nodes}, W)"
       )
-  chosen = choose(implementation, q, k, ancestors is None).implementation
+  chosen = choose(implementation, q, k).implementation
   mask = make_mask(prefix_length, ancestors, nodes, k.shape[2], sliding_window)
   scale = 1 / math.sqrt(head_dim)
   if chosen == "reference":

@@ -43,7 +43,7 @@ from specjax.kernels.tree_attention.masks import WORD_BITS, Mask
 
 Array = jax.Array
 
-HEAD_DIMS = (64, 96, 128, 256)
+HEAD_SIZES = (64, 96, 128, 256)
 SLOT_MULTIPLE = 128
 # Streaming multiprocessors, by what the name of a device kind holds; others count as an H100.
 CORES = {"A100": 108, "H100": 132, "H200": 132}
@@ -72,15 +72,14 @@ class Tile(NamedTuple):
   share: int = 0
 
 
-def refusal(q, k, causal: bool) -> str | None:
+def refusal(q, k) -> str | None:
   """Why arrays like ``q [B, N, Q, H]`` and ``k [B, K, S, H]`` are not taken, or None."""
-  del causal  # Both kinds of mask are taken, with any number of nodes.
-  if q.shape[3] not in HEAD_DIMS:
+  if q.shape[3] not in HEAD_SIZES:
     return f"takes head sizes 64, 96, 128 and 256, got {q.shape[3]}"
   if q.dtype not in (jnp.bfloat16, jnp.float32):
     return f"takes bfloat16 and float32, got {q.dtype}"
   if k.shape[2] % SLOT_MULTIPLE:
-    return f"takes caches of a multiple of {SLOT_MULTIPLE} slots, got {k.shape[2]}"
+    return f"takes buffers of a multiple of {SLOT_MULTIPLE} slots, got {k.shape[2]}"
   return None
 
 
@@ -100,12 +99,13 @@ def default_tile(head_dim: int, dtype, rows: int) -> Tile:
   return Tile(rows, 64 if rows < 64 else 32, 4 if rows < 128 else 8, 3)
 
 
-def candidate_tiles(head_dim: int, dtype, rows: int) -> list[Tile]:
-  """Tiles worth compiling and timing for a head size, a type and a number of query rows.
+def candidate_tiles(q, k) -> list[Tile]:
+  """Tiles worth compiling and timing for arrays like ``q [B, N, Q, H]`` and ``k [B, K, S, H]``.
 
   The first is the default, the next are it with fewer and with more partial results: more cells where a
   small batch with many rows leaves most of the chip idle.
   """
+  head_dim, dtype, rows = q.shape[3], q.dtype, q.shape[2] // k.shape[1] * q.shape[1]
   exact = jnp.dtype(dtype) == jnp.float32
   default = default_tile(head_dim, dtype, rows)
   found = [default, default._replace(share=10), default._replace(share=200)]
@@ -168,7 +168,7 @@ class Cost(NamedTuple):
     out: written.
     partials: written by the first kernel and read by the second right behind it: in L2, which holds them
       many times over (at most two cells a core have any).
-    must: live K and V and queries, each read once.
+    least: live K and V, queries and output, each once.
   """
 
   cache: int
@@ -177,22 +177,21 @@ class Cost(NamedTuple):
   queries_again: int
   out: int
   partials: int
-  must: int
+  least: int
 
   @property
-  def ratio(self) -> float:
-    """Read from memory, over what must be."""
-    return (self.cache + self.queries) / self.must
+  def moved(self) -> int:
+    """To and from memory."""
+    return self.cache + self.queries + self.out
 
 
-def cost(prefixes, q, k, *, columns: int | None = None, begin: int = 0, tile=None, cores: int = 132) -> Cost:
-  """What the grid and the index maps of `attend` read and write.
+def cost(q, k, mask: Mask, tile: Tile | None = None, cores: int = CORES["H100"]) -> Cost:
+  """What the grid and the index maps of `attend` read and write, for known lengths.
 
   Args:
-    prefixes: B prefix lengths.
-    q, k: like the arrays; only shapes and types are read.
-    columns: scratch rows seen by some node; None: as many as nodes.
-    begin: first slot seen by some node, as a sliding window makes it.
+    q: ``[B, N, Q, H]``; only shape and type are read.
+    k: ``[B, K, S, H]``.
+    mask: with values.
     tile, cores: as `attend` takes them.
   """
   _, nodes, heads, head_dim = q.shape
@@ -201,25 +200,24 @@ def cost(prefixes, q, k, *, columns: int | None = None, begin: int = 0, tile=Non
   plan = _plan(tile or default_tile(head_dim, q.dtype, rows), q, k, cores)
   slots = plan.tile.slots
   live = read = uses = partials = 0
-  for prefix in prefixes:
-    end = min(prefix + (nodes if columns is None else columns), k.shape[2])
+  for begin, end in zip(np.asarray(mask.begin).tolist(), np.asarray(mask.end).tolist(), strict=True):
     in_use = int(_splits_in_use(begin, end, plan, np))
     for split in range(plan.splits):
       low, high = _block_range(split, in_use, begin, end, slots, np)
       # Blocks at the edges of the live slots are loaded under a mask.
       read += max(0, min(int(high) * slots, end) - max(int(low) * slots, begin))
     live, uses, partials = live + end - begin, uses + in_use, partials + (in_use if in_use > 1 else 0)
+  batch = q.shape[0]
   slot, row = 2 * kv_heads * head_dim * size, kv_heads * rows
-  queries = len(prefixes) * row * head_dim * size
-  partials *= row * (head_dim + 2) * 4
+  queries = batch * row * head_dim * size
   return Cost(
     cache=read * slot,
     cache_again=read * slot * (plan.count - 1),
     queries=queries,
-    queries_again=(uses - len(prefixes)) * row * head_dim * size,
+    queries_again=(uses - batch) * row * head_dim * size,
     out=queries,
-    partials=partials,
-    must=live * slot + queries,
+    partials=partials * row * (head_dim + 2) * 4,
+    least=live * slot + 2 * queries,
   )
 
 

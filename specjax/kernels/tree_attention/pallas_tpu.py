@@ -74,8 +74,12 @@ class Cost(NamedTuple):
   steps: int
   lanes: float
 
+  @property
+  def moved(self) -> int:
+    return self.read + self.written
 
-def refusal(q, k, causal: bool) -> str | None:
+
+def refusal(q, k) -> str | None:
   """Why arrays like ``q [B, N, Q, H]`` and ``k [B, K, S, H]`` are not taken, or None."""
   if q.shape[3] not in HEAD_SIZES:
     return f"takes head sizes 64, 96, 128 and 256, got {q.shape[3]}"
@@ -165,7 +169,7 @@ def _shape(q, k, words: int, tile: Tile | None) -> _Shape:
   if tile is None:
     kind = jax.devices()[0].device_kind
     found = tiles.tile("pallas_tpu", kind, jnp.dtype(q.dtype).name, head_dim, group * nodes)
-    tile = Tile(**found) if found else candidate_tiles(head_dim, q.dtype, group * nodes, kv_heads)[0]
+    tile = Tile(**found) if found else candidate_tiles(q, k)[0]
   # A recorded tile is of a class of shapes: this one may have fewer kv heads or slots.
   largest = 1 << (slots.bit_length() - 1)
   fit = min(tile.slots, largest)
@@ -201,16 +205,16 @@ def _divisor(x: int, most: int) -> int:
   return next(d for d in range(min(x, most), 0, -1) if x % d == 0)
 
 
-def candidate_tiles(head_dim: int, dtype, rows: int, kv_heads: int) -> list[Tile]:
-  """Tiles worth a try that fit every TPU's VMEM, the default first.
+def candidate_tiles(q, k) -> list[Tile]:
+  """Tiles worth a try that fit every TPU's VMEM: the default, then it with ever fewer registers, then others.
 
   Args:
-    head_dim: H.
-    dtype: of q, k and v.
-    rows: query heads a kv head × nodes.
-    kv_heads: K.
+    q: ``[B, N, Q, H]``; only shape and type are read.
+    k: ``[B, K, S, H]``.
   """
-  size, lanes = jnp.dtype(dtype).itemsize, _round_up(head_dim, LANES)
+  kv_heads, head_dim = k.shape[1], k.shape[3]
+  rows = min(q.shape[2] // kv_heads * q.shape[1], MAX_ROWS)
+  size, lanes = jnp.dtype(q.dtype).itemsize, _round_up(head_dim, LANES)
   # Products that stay in registers and are long enough to hide what one waits for.
   best = (2**14 if rows <= 64 else 2**15) * LANES // lanes * (1 if size == 2 else 0.25)
   found = []
@@ -227,7 +231,19 @@ def candidate_tiles(head_dim: int, dtype, rows: int, kv_heads: int) -> list[Tile
           rank = (heads * 2 > kv_heads > 1, abs(np.log2(step / 2**21)), abs(np.log2(product / best)), -height)
           for unroll in {1, heads} if one * heads <= UNROLLED_ROWS else {1}:
             found.append(((*rank, -heads, -unroll), Tile(heads, slots, height, chunk, unroll)))
-  return list(dict.fromkeys(tile for _, tile in sorted(found)))
+  ordered = [tile for _, tile in sorted(found)]
+  smaller = ordered[:1]
+  for changes in (
+    dict(unroll=1),
+    dict(chunk=256),
+    dict(chunk=128),
+    *(dict(rows=rows) for rows in (64, 32, 16, 8)),
+  ):
+    last = smaller[-1]
+    smaller.append(
+      last._replace(**{name: min(getattr(last, name), value) for name, value in changes.items()})
+    )
+  return list(dict.fromkeys([*smaller, *ordered]))
 
 
 def cost(q, k, mask: Mask, tile: Tile | None = None) -> Cost:
