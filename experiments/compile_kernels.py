@@ -39,19 +39,19 @@ import jax
 import tqdm
 from absl import flags
 
-from experiments import (
+from experiments import flags as shared
+from experiments import results
+from experiments.kernels import (
   attention_cases,
   compile_pool,
   compile_tables,
   compile_tiles,
   devices,
   kernel_modules,
-  results,
   whole_round,
 )
-from experiments import flags as shared
-from experiments.compile_pool import Answer, Request
-from experiments.devices import Target
+from experiments.kernels.compile_pool import Answer, Request
+from experiments.kernels.devices import Target
 from specjax.kernels.tree_attention.api import KERNELS
 
 TARGET_NAMES = flags.DEFINE_list("targets", list(devices.TARGETS), "Devices to compile for.")

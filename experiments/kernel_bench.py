@@ -4,11 +4,12 @@
   python -m experiments.kernel_bench --tune [--record]
   JAX_PLATFORMS=cpu python -m experiments.kernel_bench --interpret          # any machine: correctness, tiny
 
-1. Correctness against a float64 oracle (`experiments.kernel_checks`): every class of shapes that
+1. Correctness against a float64 oracle (`experiments.kernels.kernel_checks`): every class of shapes that
    `experiments.compile_kernels` compiles, ragged rows, trees and causal, windows, soft-caps, NaN in slots
    that are masked (bit for bit).
-2. Times (`experiments.kernel_paths` says how) of the kernel, of XLA's ways and of the best library path, by
-   prefix, nodes and batch; GB/s are bytes that must be moved over time, the share is of a measured copy.
+2. Times (`experiments.kernels.kernel_paths` says how) of the kernel, of XLA's ways and of the best library
+   path, by prefix, nodes and batch; GB/s are bytes that must be moved over time, the share is of a copy
+   measured here.
 
 --tune measures candidate tiles first and writes them into the package. --record writes the correctness run
 into the tiles file of the device kind, from where on ``implementation="auto"`` takes the kernel there; it
@@ -29,18 +30,18 @@ from typing import Any
 import jax
 from absl import flags
 
-from experiments import (
+from experiments import flags as shared
+from experiments import results
+from experiments.kernels import (
   attention_cases,
   compile_reports,
   devices,
   kernel_checks,
   kernel_modules,
   kernel_paths,
-  results,
 )
-from experiments import flags as shared
-from experiments.attention_cases import Case
-from experiments.kernel_checks import Check, Verdict
+from experiments.kernels.attention_cases import Case
+from experiments.kernels.kernel_checks import Check, Verdict
 from specjax.kernels.tree_attention import tiles
 from specjax.kernels.tree_attention.api import INTERPRETED, KERNELS
 

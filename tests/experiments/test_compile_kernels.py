@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments import (
+from experiments import compile_kernels
+from experiments.kernels import (
   attention_cases,
-  compile_kernels,
   compile_pool,
   compile_tables,
   compile_tiles,
@@ -17,8 +17,8 @@ from experiments import (
   kernel_modules,
   whole_round,
 )
-from experiments import compile_reports as reports
-from experiments.attention_cases import Case
+from experiments.kernels import compile_reports as reports
+from experiments.kernels.attention_cases import Case
 from specjax.kernels.tree_attention import choose, tiles
 from tests.experiments.tiny import run_script
 

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import attention_cases, kernel_bench, kernel_checks, kernel_paths
-from experiments.attention_cases import Case
-from experiments.kernel_checks import Check
+from experiments import kernel_bench
+from experiments.kernels import attention_cases, kernel_checks, kernel_paths
+from experiments.kernels.attention_cases import Case
+from experiments.kernels.kernel_checks import Check
 from specjax.kernels.tree_attention import tiles
 from tests.experiments.tiny import run_script
 

@@ -243,6 +243,9 @@ def candidate_tiles(q, k) -> list[Tile]:
     smaller.append(
       last._replace(**{name: min(getattr(last, name), value) for name, value in changes.items()})
     )
+  few = _divisor(kv_heads, 4)
+  if few > smaller[-1].heads:
+    smaller += [tile._replace(heads=few, slots=512) for tile in smaller[-2:]]
   return list(dict.fromkeys([*smaller, *ordered]))
 
 

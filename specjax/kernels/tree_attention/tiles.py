@@ -3,7 +3,7 @@
 A file is written by a command (`experiments.compile_kernels`, `experiments.kernel_bench`), never by hand::
 
   {
-    "device": "h100",                      # the target's name in experiments/devices.py
+    "device": "h100",                      # the target's name in experiments/kernels/devices.py
     "device_kinds": ["NVIDIA H100 80GB HBM3"],
     "kernel": "pallas_gpu",
     "source": "compiled" | "measured",     # chosen from compiler reports, or from times on the device

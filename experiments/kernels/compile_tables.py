@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from experiments import devices
-from experiments.attention_cases import Case
-from experiments.compile_pool import Answer, Request
-from experiments.whole_round import Round
+from experiments.kernels import devices
+from experiments.kernels.attention_cases import Case
+from experiments.kernels.compile_pool import Answer, Request
+from experiments.kernels.whole_round import Round
 
 Table = tuple[str, tuple[str, ...], list[list[Any]]]
 

@@ -17,8 +17,8 @@ import numpy as np
 from absl import flags
 
 import specjax
-from experiments.attention_cases import Case, bushy_tree, shapes
-from experiments.devices import Target
+from experiments.kernels.attention_cases import Case, bushy_tree, shapes
+from experiments.kernels.devices import Target
 from specjax.kernels.tree_attention import masks, tiles
 from specjax.kernels.tree_attention.api import KERNELS
 

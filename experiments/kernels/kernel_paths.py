@@ -27,9 +27,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import kernel_modules
-from experiments.attention_cases import ITEM_BYTES, SLOT_MULTIPLE, Case, bushy_tree
-from experiments.kernel_modules import Tile
+from experiments.kernels import kernel_modules
+from experiments.kernels.attention_cases import ITEM_BYTES, SLOT_MULTIPLE, Case, bushy_tree
+from experiments.kernels.kernel_modules import Tile
 from specjax.kernels.tree_attention import tree_attention
 
 TURNS = 100

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.attention_cases import SLOT_MULTIPLE, Case, bushy_tree, default_cases
+from experiments.kernels.attention_cases import SLOT_MULTIPLE, Case, bushy_tree, default_cases
 from specjax.kernels.tree_attention import tree_attention
 
 # Largest error as a share of Σ w·|v|: bfloat16 weights and outputs are rounded to 8 bits each.

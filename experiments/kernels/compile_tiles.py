@@ -12,11 +12,11 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from experiments import attention_cases, kernel_modules
-from experiments.attention_cases import Case
-from experiments.compile_pool import Answer, Request
-from experiments.devices import Target
-from experiments.kernel_modules import Tile
+from experiments.kernels import attention_cases, kernel_modules
+from experiments.kernels.attention_cases import Case
+from experiments.kernels.compile_pool import Answer, Request
+from experiments.kernels.devices import Target
+from experiments.kernels.kernel_modules import Tile
 from specjax.kernels.tree_attention import tiles
 
 HEADER = ("target", "key", "cases", "tile", "tried", "spills")

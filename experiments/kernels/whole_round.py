@@ -17,9 +17,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from experiments import compile_reports as reports
-from experiments import devices
-from experiments.devices import Target
+from experiments.kernels import compile_reports as reports
+from experiments.kernels import devices
+from experiments.kernels.devices import Target
 from specjax import decode
 from specjax.drafters import make_drafter
 from specjax.models import Decoder, DecoderConfig, sharding
@@ -106,14 +106,6 @@ def _placed(leaf, sharding) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _state_sharding(leaf, mesh: Mesh) -> NamedSharding:
-  """The rule of `decode.shard_state`, which moves arrays and so cannot take shapes: caches by kv heads."""
-  spec = [None] * leaf.ndim
-  if leaf.ndim == 4 and leaf.shape[1] % mesh.shape["model"] == 0:
-    spec[1] = "model"
-  return NamedSharding(mesh, PartitionSpec(*spec))
-
-
 def compile_round(target: Target, request: Round) -> dict[str, Any]:
   """Compiles the loop; raises what the compiler raises.
 
@@ -134,7 +126,7 @@ def compile_round(target: Target, request: Round) -> dict[str, Any]:
   found = devices.topology_devices(target, request.model_axis)
   mesh = Mesh(np.array(found), ("model",), axis_types=(AxisType.Auto,))
   state = jax.eval_shape(lambda weights: decode.init_state(weights, loop, 1), decode.Weights(model))
-  state = jax.tree.map(lambda leaf: _placed(leaf, _state_sharding(leaf, mesh)), state)
+  state = jax.tree.map(_placed, state, decode.state_shardings(state, mesh))
   graph, params = nnx.split(model)
   params = jax.tree.map(_placed, params, sharding.parameter_shardings(model, mesh))
   model = nnx.merge(graph, params)

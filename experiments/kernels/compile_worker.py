@@ -1,7 +1,8 @@
 """A process that compiles for devices that are not there: requests in, answers out, a JSON line each.
 
-A fatal error of a compiler ends the process; who asks (`experiments.compile_pool`) starts another one
-behind the request that did it. ``python -m experiments.compile_worker FOLDER``; the folder takes dumps.
+A fatal error of a compiler ends the process; who asks (`experiments.kernels.compile_pool`) starts another
+one behind the request that did it. ``python -m experiments.kernels.compile_worker FOLDER``; the folder takes
+dumps.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from experiments import attention_cases, devices, kernel_modules, whole_round
-from experiments import compile_reports as reports
-from experiments.attention_cases import Case
-from experiments.devices import Target
+from experiments.kernels import attention_cases, devices, kernel_modules, whole_round
+from experiments.kernels import compile_reports as reports
+from experiments.kernels.attention_cases import Case
+from experiments.kernels.devices import Target
 
 
 def compile_kernel(target: Target, kernel: str, case: Case, tile: dict | None, dumps: str) -> dict[str, Any]:

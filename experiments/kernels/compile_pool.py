@@ -23,22 +23,22 @@ from typing import Any
 
 import jax
 
-from experiments import compile_reports as reports
-from experiments import devices, kernel_modules
+from experiments.kernels import compile_reports as reports
+from experiments.kernels import devices, kernel_modules
 
 SCHEMA = 1
 # What a later run need not ask again. A crash or a timeout may have been the machine's.
 FINISHED = ("ok", "refused", "error")
 GROUP = 16  # requests that a process answers before another takes its place
 
-COMMAND = (sys.executable, "-m", "experiments.compile_worker")
+COMMAND = (sys.executable, "-m", "experiments.kernels.compile_worker")
 
 Request = dict[str, Any]
 Answer = dict[str, Any]
 
 
 class Worker:
-  """One process of `experiments.compile_worker`, started again behind a crash."""
+  """One process of `experiments.kernels.compile_worker`, started again behind a crash."""
 
   def __init__(self, *, dumps: bool, command: Sequence[str] = COMMAND):
     """

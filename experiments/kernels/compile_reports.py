@@ -10,7 +10,7 @@ import math
 import re
 from typing import NamedTuple
 
-from experiments.devices import Gpu
+from experiments.kernels.devices import Gpu
 
 # --- GPU ---------------------------------------------------------------------------------------------
 
