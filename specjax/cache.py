@@ -96,13 +96,16 @@ def write_rows(buffer: Array, rows: Array, start: Array) -> Array:
   return jax.lax.platform_dependent(buffer, rows, start, cpu=row_by_row, default=at_once)
 
 
-def gather_rows(buffer: Array, start: Array, path: Array) -> Array:
-  """Reads scratch rows ``start[b] + path[b, j]`` of ``buffer``: ``[B, K, P, H]``."""
-  slots = start[:, None] + path
-  return jnp.take_along_axis(buffer, slots[:, None, :, None], axis=2, mode="clip")
+def gather_rows(buffer: Array, start: Array, path: Array, scratch: int) -> Array:
+  """Reads rows ``start[b] + path[b, j]`` of ``buffer``, of ``scratch`` rows there: ``[B, K, P, H]``."""
+  check_fits(start, scratch, buffer.shape[2], what="KV read")
+  # The scratch rows first, a small block: to gather from a whole buffer a TPU copies it to another layout.
+  cut = lambda buffer, at: jax.lax.dynamic_slice_in_dim(buffer, at, scratch, axis=1)
+  block = jax.vmap(cut)(buffer, start)
+  return jnp.take_along_axis(block, path[:, None, :, None], axis=2, mode="clip")
 
 
-def commit(cache: KVCache, path: Array | None, accepted_rows: Array) -> KVCache:
+def commit(cache: KVCache, path: Array | None, accepted_rows: Array, *, scratch: int = 0) -> KVCache:
   """Keeps the accepted path of the scratch rows and moves the length.
 
   Args:
@@ -110,9 +113,10 @@ def commit(cache: KVCache, path: Array | None, accepted_rows: Array) -> KVCache:
     path: int32 ``[B, P]`` node ids, root first, or None when the path is the scratch rows in order
       (a chain), where nothing has to move. Entries past ``accepted_rows`` may be any node id.
     accepted_rows: int32 ``[B]``, rows to keep, at most P.
+    scratch: with a path, how many scratch rows there are; ids are below it.
   """
   if path is not None:
-    move = lambda buffer: write_rows(buffer, gather_rows(buffer, cache.length, path), cache.length)
+    move = lambda buffer: write_rows(buffer, gather_rows(buffer, cache.length, path, scratch), cache.length)
     cache = cache.replace(k=tuple(map(move, cache.k)), v=tuple(map(move, cache.v)))
   return cache.replace(length=cache.length + accepted_rows)
 

@@ -425,7 +425,12 @@ def accept_step(
     tokens=_write(state.tokens, block, state.length),
     length=state.length + emitted,
     finish=jnp.where(state.active, reason, state.finish).astype(jnp.int32),
-    cache=kv.commit(state.cache, None if proposal.tree.is_chain else verdict.path, emitted),
+    cache=kv.commit(
+      state.cache,
+      None if proposal.tree.is_chain else verdict.path,
+      emitted,
+      scratch=proposal.tree.num_nodes,
+    ),
     drafter=config.drafter.extend(weights.drafter, state.drafter, committed),
     log=_log(state, proposal, verdict, emitted),
   )

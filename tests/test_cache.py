@@ -39,7 +39,7 @@ def test_commit_gathers_the_path():
   Fails when rows are gathered in place while they are overwritten, or from slot 0.
   """
   cache = kv.KVCache(k=(numbered(2),), v=(-numbered(2),), length=jnp.array([2, 3]))
-  out = kv.commit(cache, jnp.array([[0, 2, 4], [0, 3, 0]]), jnp.array([3, 2]))
+  out = kv.commit(cache, jnp.array([[0, 2, 4], [0, 3, 0]]), jnp.array([3, 2]), scratch=5)
   np.testing.assert_array_equal(out.length, [5, 5])
   np.testing.assert_array_equal(out.k[0][0, 0, :5, 0], [1, 2, 3, 5, 7])
   np.testing.assert_array_equal(out.v[0][1, 0, :5, 0], [-1, -2, -3, -4, -7])

@@ -191,7 +191,8 @@ class TwoModel:
     kept = jnp.sum(committed.valid & (row >= 0), axis=1, dtype=jnp.int32)
     kept = jnp.minimum(kept, state.drafted)
     path = None if self.tree.is_chain else jnp.maximum(row, 0)
-    return TwoModelState(kv.commit(state.cache, path, kept), jnp.zeros_like(state.drafted))
+    fed = sum(row >= 0 for row in _plan(self.tree).row)
+    return TwoModelState(kv.commit(state.cache, path, kept, scratch=fed), jnp.zeros_like(state.drafted))
 
   def _run(self, weights, tokens, cache, **kwargs):
     return weights(tokens, cache, implementation=self.implementation, **kwargs)
