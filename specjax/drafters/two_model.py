@@ -74,6 +74,11 @@ class _Plan:
   order: tuple[int, ...]
   row: tuple[int, ...]
 
+  @property
+  def num_rows(self) -> int:
+    """Scratch rows of a round: nodes that are fed."""
+    return max(self.row) + 1
+
 
 @functools.lru_cache
 def _plan(tree: TokenTree) -> _Plan:
@@ -180,8 +185,8 @@ class TwoModel:
       drafted.extend(grown)
     # Back to committed rows only; a row that is not decoding keeps what it had.
     fed_to = jnp.where(context.active, jnp.maximum(context.length - 1, 0), state.cache.length)
-    fed_nodes = sum(row >= 0 for row in _plan(self.tree).row)
-    state = TwoModelState(cache.replace(length=fed_to), jnp.full_like(context.length, fed_nodes))
+    fed = _plan(self.tree).num_rows
+    state = TwoModelState(cache.replace(length=fed_to), jnp.full_like(context.length, fed))
     return self._proposal(context, drafted), state, target_cache
 
   def extend(self, weights, state, committed):
@@ -191,8 +196,8 @@ class TwoModel:
     kept = jnp.sum(committed.valid & (row >= 0), axis=1, dtype=jnp.int32)
     kept = jnp.minimum(kept, state.drafted)
     path = None if self.tree.is_chain else jnp.maximum(row, 0)
-    fed = sum(row >= 0 for row in _plan(self.tree).row)
-    return TwoModelState(kv.commit(state.cache, path, kept, scratch=fed), jnp.zeros_like(state.drafted))
+    cache = kv.commit(state.cache, path, kept, scratch=_plan(self.tree).num_rows)
+    return TwoModelState(cache, jnp.zeros_like(state.drafted))
 
   def _run(self, weights, tokens, cache, **kwargs):
     return weights(tokens, cache, implementation=self.implementation, **kwargs)
