@@ -10,6 +10,7 @@ within a pass, and the spread is their interquartile range. The parts:
 - nodes: the bare matrix products (all linear layers and the output head, nothing else) and the verify of
   N nodes;
 - phases: draft, verify, accept with commit, and the whole round of the drafter;
+- rules: from logits to the committed tokens, N = 16: processing, rule, commit, by rule and settings;
 - trees: a round of the same N nodes as a chain, as a static and as a dynamic tree;
 - memory: what the loop needs beside its state, by N and buffer;
 - slots: a round against the size of the buffer, same live tokens;
@@ -35,10 +36,11 @@ from experiments import flags as shared
 from experiments import loops, measure, results, runtime
 from specjax import decode
 from specjax.models import Decoder
+from specjax.sampling import Settings
 from specjax.tree import TokenTree
 from specjax.verify import make_rule
 
-PARTS = ("floor", "nodes", "phases", "trees", "memory", "slots", "batch", "compile")
+PARTS = ("floor", "nodes", "phases", "rules", "trees", "memory", "slots", "batch", "compile")
 SELECTED = flags.DEFINE_list("parts", list(PARTS), "What to measure.")
 QUICK = flags.DEFINE_bool("quick", False, "Fewer passes, nodes, buffers and batches.")
 ROUNDS = flags.DEFINE_integer("rounds", 16, "Turns of the loop in each timed call.", 1)
@@ -216,6 +218,46 @@ def _fixed(plain: runtime.Method, shape: TokenTree, *, dynamic: bool = False, sl
   return runtime.Method("fixed", config, plain.weights)
 
 
+# Settings of a row: what the words of a table stand for.
+_SETTINGS = {
+  "T = 0": {},
+  "T = 0, penalties": dict(repetition_penalty=1.1, frequency_penalty=0.2),
+  "T = 0.8": dict(temperature=0.8),
+  "T = 0.8, penalties": dict(temperature=0.8, repetition_penalty=1.1, frequency_penalty=0.2),
+  "T = 0.8, top-k 50, top-p .95": dict(temperature=0.8, top_k=50, top_p=0.95),
+  "T = 0.8, top-p .95": dict(temperature=0.8, top_p=0.95),
+  "T = 1.2, top-p .99": dict(temperature=1.2, top_p=0.99),
+}
+_RULE_NODES = 16
+_RULE_CASES = (
+  ("greedy", "chain", ("T = 0", "T = 0, penalties")),
+  ("draw_and_follow", "chain", ("T = 0.8", "T = 0.8, top-k 50, top-p .95")),
+  ("speculative_sampling", "chain", tuple(_SETTINGS)[2:]),
+  ("block_verification", "chain", ("T = 0.8", "T = 0.8, top-k 50, top-p .95")),
+  ("recursive_rejection", "tree", ("T = 0.8", "T = 0.8, top-k 50, top-p .95")),
+  ("traversal_verification", "tree", ("T = 0.8", "T = 0.8, top-k 50, top-p .95")),
+)
+
+
+def measure_rules(bench: Bench) -> None:
+  """Drafts drawn from the target's own distribution at another temperature: accepted often, not always."""
+  plain = bench.method("none")
+  cases = {"plain round": bench.rounds_case(plain)}
+  shapes = {"chain": TokenTree.chain(_RULE_NODES - 1), "tree": tree_of(_RULE_NODES)}
+  for rule, shape, names in _RULE_CASES:
+    fixed = _fixed(plain, shapes[shape])
+    method = dataclasses.replace(fixed, config=dataclasses.replace(fixed.config, rule=make_rule(rule)))
+    for name in names:
+      state = bench.state(method).replace(settings=Settings.create(1, **_SETTINGS[name]))
+      proposal, verification, state = loops.one_round(method, state)
+      if rule != "greedy":
+        proposal = loops.sampled_proposal(proposal, verification)
+      cases[f"{rule}, {shape}, {name}"] = bench.loop_case(
+        loops.accept, state, method.weights, proposal, verification, method.config
+      )
+  bench.measure(f"rules, N = {_RULE_NODES}", cases)
+
+
 def measure_trees(bench: Bench, widths: Sequence[int]) -> None:
   plain = bench.method("none")
   for nodes in widths:
@@ -329,6 +371,7 @@ def main(_: list[str]) -> None:
     "floor": lambda: measure_floor(bench),
     "nodes": lambda: measure_nodes(bench, widths),
     "phases": lambda: measure_phases(bench),
+    "rules": lambda: measure_rules(bench),
     "trees": lambda: measure_trees(bench, trees),
     "memory": lambda: measure_memory(bench, trees),
     "slots": lambda: measure_slots(bench, sizes),

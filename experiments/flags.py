@@ -14,9 +14,9 @@ from absl import app, flags, logging
 from specjax.drafters import DRAFTERS, parse_drafter
 from specjax.kernels.tree_attention import IMPLEMENTATIONS
 from specjax.models.sharding import parse_mesh
-from specjax.sampling import MIN_TEMPERATURE
+from specjax.sampling import MIN_TEMPERATURE, Settings
 from specjax.tree import MAX_NODES
-from specjax.verify import RULES
+from specjax.verify import RULES, make_rule
 
 FLAGS = flags.FLAGS
 
@@ -37,12 +37,13 @@ WINDOW = flags.DEFINE_integer(
   None,
   "Drafts a round. Default: 5 for prompt_lookup, 4 for two_model, the factory's own for others.",
 )
-RULE = flags.DEFINE_enum(
+RULE = flags.DEFINE_string(
   "rule",
   "auto",
-  ["auto", *RULES],
-  "Acceptance rule. auto: greedy at temperature 0; otherwise draw_and_follow for deterministic drafts and "
-  "trees, and speculative_sampling for sampled chains.",
+  f"Acceptance rule: auto or one of {', '.join(RULES)}; options in brackets: "
+  "typical_acceptance[epsilon=0.3,delta=0.09], synthetic[rates=(0.8,0.6)]. auto: greedy at temperature 0; "
+  "otherwise draw_and_follow for deterministic drafts, block_verification for sampled chains and "
+  "traversal_verification for sampled trees.",
 )
 DRAFT_POLICY = flags.DEFINE_enum(
   "draft_policy",
@@ -50,13 +51,30 @@ DRAFT_POLICY = flags.DEFINE_enum(
   ["auto", "sample", "sample_without_replacement", "top_k"],
   "How two_model picks its drafts. auto: top_k at temperature 0, otherwise sample.",
 )
-SYNTHETIC_RATES = flags.DEFINE_list(
-  "synthetic_rates", ["0.7"], "Acceptance by depth of --rule=synthetic; the last one holds for deeper drafts."
-)
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0 is greedy.", 0.0, 1e4)
 TOP_K = flags.DEFINE_integer("top_k", 0, "Keep the k most likely tokens; 0 is off.", 0, 2**31 - 1)
 TOP_P = flags.DEFINE_float("top_p", 1.0, "Keep the most likely tokens with this mass; 1 is off.", 0.0, 1.0)
 MIN_P = flags.DEFINE_float("min_p", 0.0, "Drop tokens below this share of the best; 0 is off.", 0.0, 1.0)
+REPETITION_PENALTY = flags.DEFINE_float(
+  "repetition_penalty", 1.0, "Divides positive logits of tokens in prompt and text; 1 is off.", 0.01, 100.0
+)
+PRESENCE_PENALTY = flags.DEFINE_float(
+  "presence_penalty", 0.0, "Taken from the logits of tokens in the new text; 0 is off.", -100.0, 100.0
+)
+FREQUENCY_PENALTY = flags.DEFINE_float(
+  "frequency_penalty", 0.0, "Taken once for each time a token is in the new text; 0 is off.", -100.0, 100.0
+)
+LOGIT_BIAS = flags.DEFINE_list(
+  "logit_bias", [], "Added to the logits of ids, as id:value, e.g. 7:-100,9:1.5."
+)
+MIN_NEW_TOKENS = flags.DEFINE_integer("min_new_tokens", 0, "Fewest new tokens before a stop.", 0)
+LOGPROBS = flags.DEFINE_enum(
+  "logprobs",
+  "processed",
+  ["processed", "raw", "off"],
+  "Log-probabilities of new tokens: under the distribution they were drawn from (at temperature 0: 0), under "
+  "the target's own, or none.",
+)
 SEED = flags.DEFINE_integer("seed", 0, "Seed of the first row; row b of a batch has seed + b.", 0, 2**31)
 DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of the parameters.")
 ATTENTION = flags.DEFINE_enum(
@@ -95,11 +113,40 @@ def _is_drafter(text: str) -> bool:
   return name in DRAFTERS or re.fullmatch(r"[\w.]+:\w+", name) is not None
 
 
-def _rates(values: Sequence[str]) -> bool:
+def _is_rule(text: str) -> bool:
   try:
-    return bool(values) and all(0.0 <= float(value) <= 1.0 for value in values)
-  except ValueError:
-    return False
+    if text != "auto":
+      make_rule(text)
+  except ValueError as error:
+    raise flags.ValidationError(str(error)) from None
+  return True
+
+
+def logit_bias(parts: Sequence[str]) -> dict[int, float]:
+  """``["7:-100", "9:1.5"]`` → a mapping, checked as `Settings.create` does.
+
+  Raises:
+    ValueError: something else.
+  """
+  bias: dict[int, float] = {}
+  for part in parts:
+    token, _, value = part.partition(":")
+    try:
+      bias[int(token)] = float(value)
+    except ValueError:
+      raise ValueError(f"logit_bias holds {part!r}; it must be id:value, e.g. 7:-100") from None
+  if len(bias) < len(parts):
+    raise ValueError(f"logit_bias = {','.join(parts)} names an id twice")
+  Settings.create(1, logit_bias=bias)
+  return bias
+
+
+def _is_bias(parts: Sequence[str]) -> bool:
+  try:
+    logit_bias(parts)
+  except ValueError as error:
+    raise flags.ValidationError(str(error)) from None
+  return True
 
 
 def _mesh_ok(text: str) -> bool:
@@ -116,6 +163,9 @@ def _consistent(values: dict) -> bool:
   drafter, _ = parse_drafter(values["drafter"])
   if drafter == "two_model" and not values["draft_model"]:
     raise flags.ValidationError("--drafter=two_model needs --draft_model")
+  if values["min_new_tokens"] > values["max_new_tokens"]:
+    least, most = values["min_new_tokens"], values["max_new_tokens"]
+    raise flags.ValidationError(f"--min_new_tokens={least} is more than --max_new_tokens={most}")
   if rule == "greedy" and values["temperature"] >= MIN_TEMPERATURE:
     raise flags.ValidationError(f"--rule=greedy needs --temperature=0, got {values['temperature']:g}")
   if window is not None and drafter in DRAFTERS and (window == 0) != (drafter == "none"):
@@ -129,9 +179,12 @@ flags.register_validator(
 flags.register_validator(
   "window", lambda w: w is None or 0 <= w < MAX_NODES, f"it must be in [0, {MAX_NODES - 1}]"
 )
-flags.register_validator("synthetic_rates", _rates, "it must be numbers in [0, 1], e.g. 0.8,0.6")
+flags.register_validator("rule", _is_rule)
+flags.register_validator("logit_bias", _is_bias)
 flags.register_validator("mesh", _mesh_ok)
-flags.register_multi_flags_validator(["drafter", "draft_model", "rule", "temperature", "window"], _consistent)
+flags.register_multi_flags_validator(
+  ["drafter", "draft_model", "rule", "temperature", "window", "min_new_tokens", "max_new_tokens"], _consistent
+)
 
 
 def parse(argv: Sequence[str]) -> list[str]:

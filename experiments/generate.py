@@ -145,7 +145,7 @@ def _identical(job, method, plain, speculative, prompt) -> str:
   rule = method.config.rule
   if not rule.lossless:
     return f"not compared: rule {rule.name} does not give the target's output"
-  if rule.name == "speculative_sampling" and not runtime.greedy():
+  if not runtime.same_text(rule):
     return "not compared: the same law as plain sampling, with noise of its own"
   tokens = sum(len(row.tokens) for row in plain)
   found = [

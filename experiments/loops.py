@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from experiments.runtime import Method
-from specjax import decode
+from specjax import decode, sampling
 from specjax.base import Proposal, StatelessDrafter
 from specjax.decode import DecodeConfig, DecodeState, Finish, Verification, Weights
 from specjax.models import Decoder
 from specjax.models.layers import Linear, matmul
+from specjax.sampling import Purpose, Settings
 from specjax.tree import DynamicTree, TokenTree, TreeBudget
 
 Array = jax.Array
@@ -146,6 +147,19 @@ def one_round(method: Method, state: DecodeState) -> tuple[Proposal, Verificatio
   proposal, state = decode.draft_step(method.weights, state, method.config)
   verification, state = decode.verify_step(method.weights, state, proposal, method.config)
   return proposal, verification, state
+
+
+@jax.jit
+def sampled_proposal(proposal: Proposal, verification: Verification) -> Proposal:
+  """The same nodes as if drawn from the target's distribution at temperature 1.3."""
+  batch = proposal.tokens.shape[0]
+  settings = Settings.create(batch, temperature=1.3)
+  q = sampling.processed_probs(verification.logits, sampling.peak(verification.logits)[0], settings)
+  u = sampling.uniform(settings.seed, Purpose.DRAFT, jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2]))
+  # Each node's token is drawn from its parent's row with the node's own noise.
+  rows = jnp.take(q, jnp.maximum(jnp.asarray(proposal.tree.parents), 0), axis=1)
+  tokens = sampling.draw(rows, u).at[:, 0].set(proposal.tokens[:, 0])
+  return proposal.replace(tokens=tokens, q=q, kind="sampled")
 
 
 def _with_caches_of(after: Any, before: Any) -> Any:

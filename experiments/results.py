@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import statistics
@@ -21,7 +22,7 @@ from absl import flags
 
 from specjax.decode import RowResult
 
-SCHEMA = 2
+SCHEMA = 3
 FLAGS_FILE, RUN_FILE, ROWS_FILE = "flags.txt", "run.json", "rows.jsonl"
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 # Flags of a run that another run of the same directory may change.
@@ -227,8 +228,10 @@ def make_row(
   ``proposed`` counts nodes, ``proposed_depth`` the deepest of each round, ``accept_counts[a]`` rounds that
   accepted a drafts, ``reach_counts[d - 1]`` rounds that reached depth d. ``accept_lengths`` are tokens
   emitted a round, bonus included; their sum is ``new_tokens``. ``overlap`` is the mean Σ min(p, q) over
-  judged positions, null where it is not known. Seconds are the row's share of its batch.
+  judged positions, null where it is not known; ``mean_logprob`` that of the new tokens, as --logprobs says.
+  Seconds are the row's share of its batch.
   """
+  logprobs = result.logprobs or []
   return {
     "question_id": question_id,
     "turn": turn,
@@ -246,6 +249,8 @@ def make_row(
     "reach_counts": result.reach_counts,
     "accept_lengths": result.emitted,
     "overlap": result.overlap,
+    # A rule for cost experiments emits what the target gives no probability.
+    "mean_logprob": statistics.fmean(logprobs) if logprobs and min(logprobs) > -math.inf else None,
     "prefill_s": prefill_s,
     "decode_s": decode_s,
     "finish_reason": result.finish,

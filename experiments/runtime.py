@@ -164,6 +164,7 @@ def make_method(job: Job, name: str, limit: int) -> Method:
     length_limit=limit,
     implementation=shared.ATTENTION.value,
     plain_rounds=base in _OFTEN_SILENT,
+    logprobs=shared.LOGPROBS.value,
   )
   draft = job.draft.model if job.draft is not None and base not in ("none", "prompt_lookup") else None
   return Method(name, config, Weights(job.target.model, draft))
@@ -187,16 +188,19 @@ def _make_drafter(job: Job, text: str) -> Drafter:
 
 def _make_rule(drafter: Drafter) -> Rule:
   name = shared.RULE.value
-  if name == "synthetic" and drafter.name != "none":
-    return make_rule(name, rates=tuple(float(rate) for rate in shared.SYNTHETIC_RATES.value))
-  if name in ("auto", "synthetic"):
-    if greedy():
-      name = "greedy"
-    else:
-      name = (
-        "speculative_sampling" if drafter.kind == "sampled" and drafter.tree.is_chain else "draw_and_follow"
-      )
-  return make_rule(name)
+  # The baseline is plain decoding, whatever the drafts are judged by.
+  if name != "auto" and drafter.name != "none":
+    return make_rule(name)
+  if greedy():
+    return make_rule("greedy")
+  if drafter.kind == "deterministic":
+    return make_rule("draw_and_follow")
+  return make_rule("block_verification" if drafter.tree.is_chain else "traversal_verification")
+
+
+def same_text(rule: Rule) -> bool:
+  """Whether the rule gives plain decoding's text token for token, and not only its law."""
+  return rule.lossless and (greedy() or rule.name == "draw_and_follow")
 
 
 def attention(job: Job, method: Method) -> Choice:
@@ -215,6 +219,11 @@ def make_settings(batch: int) -> Settings:
     top_k=shared.TOP_K.value,
     top_p=shared.TOP_P.value,
     min_p=shared.MIN_P.value,
+    repetition_penalty=shared.REPETITION_PENALTY.value,
+    presence_penalty=shared.PRESENCE_PENALTY.value,
+    frequency_penalty=shared.FREQUENCY_PENALTY.value,
+    min_new_tokens=shared.MIN_NEW_TOKENS.value,
+    logit_bias=shared.logit_bias(shared.LOGIT_BIAS.value),
     seed=[shared.SEED.value + row for row in range(batch)],
   )
 
@@ -229,7 +238,13 @@ def describe_settings(job: Job, method: Method) -> dict:
     "top_k": shared.TOP_K.value,
     "top_p": shared.TOP_P.value,
     "min_p": shared.MIN_P.value,
+    "repetition_penalty": shared.REPETITION_PENALTY.value,
+    "presence_penalty": shared.PRESENCE_PENALTY.value,
+    "frequency_penalty": shared.FREQUENCY_PENALTY.value,
+    "min_new_tokens": shared.MIN_NEW_TOKENS.value,
+    "logit_bias": shared.LOGIT_BIAS.value,
     "seed": shared.SEED.value,
+    "logprobs": shared.LOGPROBS.value,
     "dtype": shared.DTYPE.value,
     "batch_size": shared.BATCH_SIZE.value,
     "max_new_tokens": shared.MAX_NEW_TOKENS.value,

@@ -153,8 +153,7 @@ class Bench:
       self.directory.append(row)
 
   def _compare(self, method, prompt, plain, row) -> None:
-    rule = method.config.rule
-    if not rule.lossless or (rule.name == "speculative_sampling" and not runtime.greedy()):
+    if not runtime.same_text(method.config.rule):
       return
     difference = measure.compare(
       self.job.target.model, prompt, plain["token_ids"], row["token_ids"], margins=runtime.greedy()

@@ -13,6 +13,7 @@ import flax.struct
 import jax
 
 from specjax.cache import KVCache
+from specjax.processors import History, TokenProcessor
 from specjax.sampling import Settings
 from specjax.tree import DynamicTree, TokenTree, TreeBudget
 
@@ -33,15 +34,20 @@ class ModelOutput:
   hidden: Array | None = None  # [B, T, D]
 
 
-@flax.struct.dataclass
-class DraftContext:
-  """What a drafter may look at. Every leaf has the row as axis 0."""
+@flax.struct.dataclass(kw_only=True)
+class DraftContext(History):
+  """What a drafter may look at: the rows' `History`, and below. Every leaf has the row as axis 0.
 
-  tokens: Array  # int32 [B, C], committed tokens, then anything
-  length: Array  # int32 [B], n
-  root: Array  # int32 [B], the last committed token
-  active: Array  # bool [B]; what is proposed for other rows is ignored
-  settings: Settings
+  A drafter that chooses by its own logits puts them through `processors.process` first, as the target's
+  are: else it drafts what penalties and masks will turn down.
+
+  Attributes:
+    root: int32 ``[B]``, the last committed token.
+    active: bool ``[B]``; what is proposed for other rows is ignored.
+  """
+
+  root: Array
+  active: Array
 
 
 @flax.struct.dataclass
@@ -130,14 +136,14 @@ class _Structure:
 
 @jax.tree_util.register_pytree_node_class
 class Weights:
-  """What is never donated: the target, a pytree that is called, and the drafter's weights.
+  """What is never donated: the target, a pytree that is called, the drafter's weights, the processor.
 
   Flattened once, when made: flattening a module of 270 leaves costs a compiled call 8 ms, which a host
   loop over rounds would pay each time. With the leaves kept it is 0.2 ms.
   """
 
-  def __init__(self, target: Target, drafter: Any = None):
-    leaves, treedef = jax.tree.flatten((target, drafter))
+  def __init__(self, target: Target, drafter: Any = None, processor: TokenProcessor | None = None):
+    leaves, treedef = jax.tree.flatten((target, drafter, processor))
     self._leaves, self._structure = leaves, _Structure(treedef)
 
   @property
@@ -147,6 +153,10 @@ class Weights:
   @property
   def drafter(self) -> Any:
     return jax.tree.unflatten(self._structure.treedef, self._leaves)[1]
+
+  @property
+  def processor(self) -> TokenProcessor | None:
+    return jax.tree.unflatten(self._structure.treedef, self._leaves)[2]
 
   def tree_flatten(self):
     return self._leaves, self._structure

@@ -13,10 +13,9 @@ a state donates it.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import flax.struct
 import jax
@@ -24,24 +23,44 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import cache as kv
-from specjax import sampling
-from specjax.base import Committed, DraftContext, Drafter, Proposal, Rule, Weights
+from specjax import processors, sampling
+from specjax.base import Committed, DraftContext, Drafter, Proposal, Rule, Verdict, Weights
+from specjax.processors import History, Processed
+from specjax.results import Finish, RoundLog, RowResult, results
 from specjax.sampling import Settings
 from specjax.tree import TokenTree
+
+__all__ = [
+  "ALL_ROUNDS",
+  "MAX_STOP_IDS",
+  "DecodeConfig",
+  "DecodeState",
+  "Finish",
+  "RoundLog",
+  "RowResult",
+  "Verification",
+  "Weights",
+  "accept_step",
+  "decode_round",
+  "draft_step",
+  "generate",
+  "init_state",
+  "insert",
+  "insert_row",
+  "prefill",
+  "prefill_chunk",
+  "prefill_chunks",
+  "results",
+  "run_rounds",
+  "shard_state",
+  "state_shardings",
+  "verify_step",
+]
 
 Array = jax.Array
 
 MAX_STOP_IDS = 8
 ALL_ROUNDS = np.iinfo(np.int32).max
-
-
-class Finish(enum.IntEnum):
-  """Why a row ended; `NONE` while it runs or is empty."""
-
-  NONE = 0
-  STOP = 1
-  LENGTH = 2
-  ERROR = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +77,8 @@ class DecodeConfig:
     implementation: of `kernels.tree_attention`.
     plain_rounds: a round in which no row proposes anything runs the target over the roots alone. Worth a
       second copy of the target in the program where a drafter often has nothing to say.
+    logprobs: of emitted tokens: under the ``processed`` distribution (a greedy row's is a point mass: 0),
+      under the ``raw`` one (softmax of the target's own logits, a pass over the vocabulary more), or ``off``.
   """
 
   drafter: Drafter
@@ -67,6 +88,7 @@ class DecodeConfig:
   prefill_widths: tuple[int, ...] = (16, 64, 128, 256)
   implementation: str = "auto"
   plain_rounds: bool = False
+  logprobs: Literal["processed", "raw", "off"] = "processed"
 
   def __post_init__(self):
     if self.drafter.kind not in self.rule.kinds:
@@ -76,6 +98,8 @@ class DecodeConfig:
       )
     if self.rule.chains_only and not self.drafter.tree.is_chain:
       raise ValueError(f"rule {self.rule.name} takes chains; drafter {self.drafter.name} proposes a tree")
+    if self.logprobs not in ("processed", "raw", "off"):
+      raise ValueError(f"logprobs = {self.logprobs!r}; it must be processed, raw or off")
     if self.length_limit < 2:
       raise ValueError(f"length_limit = {self.length_limit}; it must be at least 2")
     widths = self.prefill_widths
@@ -95,23 +119,6 @@ class DecodeConfig:
 
 
 @flax.struct.dataclass
-class RoundLog:
-  """What each round did, uint8 ``[B, C]`` at ``[row, round]``; ``rounds [B]`` of them are written.
-
-  ``emitted`` counts tokens after stops and budgets cut the block, the bonus token included.
-  """
-
-  rounds: Array
-  proposed: Array  # valid nodes but the root
-  depth: Array  # of the deepest of them
-  reached: Array  # drafts accepted, and one more if something was proposed behind the last of them
-  accepted: Array
-  emitted: Array
-  overlap: Array  # float32 [B], sum of Σ min(p, q) over judged positions
-  judged: Array  # int32 [B]
-
-
-@flax.struct.dataclass
 class DecodeState:
   """Rows in flight. Axis 0 of every leaf is the row, so a row can be inserted or read by one slice."""
 
@@ -124,7 +131,9 @@ class DecodeState:
   settings: Settings
   cache: kv.KVCache  # the target's
   drafter: Any
+  processor: Any  # states of a `TokenProcessor`, behind the last committed token
   log: RoundLog
+  logprobs: Array | None  # float32 [B, C], of the tokens beside them; a prompt's are not known
 
   @property
   def active(self) -> Array:
@@ -155,8 +164,16 @@ def init_state(weights: Weights, config: DecodeConfig, batch: int) -> DecodeStat
     settings=Settings.create(batch),
     cache=weights.target.init_cache(batch, slots),
     drafter=config.drafter.init(weights.drafter, batch, slots),
+    processor=_start(weights.processor, batch),
+    logprobs=None if config.logprobs == "off" else jnp.zeros((batch, slots), jnp.float32),
     log=RoundLog(zeros(), *(rounds() for _ in range(5)), jnp.zeros((batch,), jnp.float32), zeros()),
   )
+
+
+def _start(processor: processors.TokenProcessor | None, batch: int) -> Any:
+  if processor is None:
+    return None
+  return jax.tree.map(lambda leaf: jnp.repeat(jnp.asarray(leaf)[None], batch, axis=0), processor.start())
 
 
 def state_shardings(state: DecodeState, mesh: jax.sharding.Mesh) -> DecodeState:
@@ -214,6 +231,26 @@ def _check_prompts(config, prompts, max_new_tokens, stop_ids):
   return np.minimum(lengths + budgets, config.length_limit).astype(np.int32), padded
 
 
+def _check_settings(config, settings, budgets):
+  """What of the settings depends on the vocabulary and the budgets."""
+  least, ids = np.asarray(settings.min_new_tokens), np.asarray(settings.bias_ids)
+  for row in np.flatnonzero(least > np.maximum(budgets, 0)):
+    raise ValueError(f"min_new_tokens = {least[row]} in row {row}; it has room for {budgets[row]} new tokens")
+  if ids.max(initial=-1) >= config.num_real_tokens:
+    raise ValueError(
+      f"logit_bias holds id {ids.max()}; the vocabulary has {config.num_real_tokens} real tokens"
+    )
+
+
+def _checked_states(like, given):
+  """``given`` with the structure, shapes and types of ``like``, as copies."""
+  given = jax.tree.map(jnp.array, given)
+  shapes = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), tree)
+  if shapes(given) != shapes(like):
+    raise ValueError(f"processor_state is {shapes(given)}; the processor's states are {shapes(like)}")
+  return given
+
+
 def prefill_chunks(rows: int, config: DecodeConfig) -> list[tuple[int, int]]:
   """``(start, width)`` of the chunks that cover ``rows`` positions and fit the buffer."""
   widths, chunks, start = config.prefill_widths, [], 0
@@ -247,6 +284,7 @@ def prefill(
   settings: Settings | None = None,
   max_new_tokens: int | Sequence[int] = 128,
   stop_ids: Sequence[int] | Sequence[Sequence[int]] = (),
+  processor_state: Any = None,
   mesh: jax.sharding.Mesh | None = None,
 ) -> DecodeState:
   """A state whose rows hold the prompts, ready for the first round. Emits nothing.
@@ -262,6 +300,7 @@ def prefill(
     settings: sampling of each row; None is greedy.
     max_new_tokens: budget, one or one a row.
     stop_ids: ids that end a row, for all rows or one sequence a row.
+    processor_state: where `Weights.processor` begins in each row, leaves ``[B, …]``; None is its start.
     mesh: shards the state; the weights must lie on the same mesh.
 
   Raises:
@@ -272,6 +311,9 @@ def prefill(
   settings = Settings.create(batch) if settings is None else settings
   if settings.seed.shape != (batch,):
     raise ValueError(f"settings are for {settings.seed.shape[0]} rows; there are {batch} prompts")
+  _check_settings(config, settings, limit - np.array([len(prompt) for prompt in prompts]))
+  if processor_state is not None and weights.processor is None:
+    raise ValueError("processor_state is given, but the weights hold no processor")
   if config.rule.needs == "argmax" and config.rule.lossless and not bool(settings.greedy.all()):
     raise ValueError(f"rule {config.rule.name} needs temperature 0 in every row, got {settings.temperature}")
   lengths = np.array([len(prompt) for prompt in prompts], np.int32)
@@ -288,6 +330,8 @@ def prefill(
     # A copy: the state is donated, the caller's settings are not.
     settings=jax.tree.map(jnp.array, settings),
   )
+  if processor_state is not None:
+    state = state.replace(processor=_checked_states(state.processor, processor_state))
   if mesh is not None:
     state = shard_state(state, mesh)
   for start, width in prefill_chunks(int(lengths.max()) - 1, config):
@@ -346,22 +390,47 @@ def draft_step(weights: Weights, state: DecodeState, config: DecodeConfig) -> tu
   """Drafts a tree behind each row's root.
 
   A node counts as proposed only if its row is active, its parent counts, the row's budget leaves room
-  for it and a bonus token, and, in a deterministic draft, its id is real.
+  for it and a bonus token, and its id is real (a deterministic draft) or was drawn from a q that is a
+  distribution (a sampled one). None of this looks at the id that was drawn, so the law is kept.
   """
   root = jnp.take_along_axis(state.tokens, jnp.maximum(state.length - 1, 0)[:, None], axis=1)[:, 0]
-  context = DraftContext(state.tokens, state.length, root, state.active, state.settings)
+  context = DraftContext(**_past(weights, state), root=root, active=state.active)
   proposal, drafter, cache = config.drafter.propose(weights.drafter, state.drafter, context, state.cache)
   tree = proposal.tree
   _check_proposal(proposal, config)
   valid = proposal.valid
   if proposal.kind == "deterministic":
-    # A sampled id must not be dropped for what it is: the target gives ids that are not real probability
-    # 0, so they are rejected, and redrawn from the residual as the law asks.
-    valid &= (proposal.tokens >= 0) & (proposal.tokens < config.num_real_tokens)
+    ids = config.num_real_tokens
+  else:
+    # An id that q can give must not be dropped for what it is: padding has probability 0 in the target, so
+    # it is rejected, and redrawn from the residual as the law asks.
+    ids = proposal.q.shape[-1]
+    mass = proposal.q.sum(axis=-1)
+    sound = jnp.pad(jnp.isfinite(mass) & (mass > 0), ((0, 0), (0, tree.num_nodes - mass.shape[1])))
+    valid &= tree.of_parent(sound)
+  valid &= (proposal.tokens >= 0) & (proposal.tokens < ids)
   valid &= state.active[:, None] & (tree.depths < (state.limit - state.length)[:, None])
+  proposal = proposal.replace(valid=_whole_paths(valid, tree))
+  return proposal, state.replace(drafter=drafter, cache=cache)
+
+
+def _past(weights: Weights, state: DecodeState) -> dict[str, Any]:
+  """Fields of a `History`."""
+  return dict(
+    tokens=state.tokens,
+    length=state.length,
+    prompt_length=state.prompt_length,
+    stop_ids=state.stop_ids,
+    settings=state.settings,
+    processor=weights.processor,
+    processor_state=state.processor,
+  )
+
+
+def _whole_paths(valid: Array, tree) -> Array:
+  """Nodes that are valid together with all their ancestors; the root always is."""
   valid = valid.at[:, 0].set(True)
-  valid = jnp.all(valid[:, None, :] | ~tree.ancestor_mask, axis=-1)
-  return proposal.replace(valid=valid), state.replace(drafter=drafter, cache=cache)
+  return jnp.all(valid[:, None, :] | ~tree.ancestor_mask, axis=-1)
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
@@ -387,12 +456,9 @@ def accept_step(
 ) -> DecodeState:
   """Applies the rule, cuts the block at stops and budgets, commits tokens and cache rows."""
   logits = sampling.mask_padding(verification.logits, config.num_real_tokens)
-  top, error = sampling.peak(logits)
-  if config.rule.needs == "argmax":
-    target = sampling.argmax(logits, top)
-  else:
-    target = sampling.processed_probs(logits, top, state.settings)
-  verdict = config.rule(target, proposal, state.settings, state.length)
+  paths = proposal.tree.path_tokens(proposal.tokens)
+  processed = processors.process(logits, History(**_past(weights, state)), paths)
+  verdict, target = _judge(state, proposal, processed, config)
 
   # The block: tokens of the accepted path behind the root, then the rule's next token.
   width = verdict.path.shape[1]
@@ -401,9 +467,11 @@ def accept_step(
   accepted = verdict.accepted[:, None]
   block = jnp.where(index == accepted, verdict.next_token[:, None], jnp.roll(path_tokens, -1, axis=1))
 
-  # Cut it, in order: at the first visited node with unusable logits, at a stop id, at the budget.
-  wrong = jnp.take_along_axis(error, verdict.path, axis=1) & (index <= accepted)
-  sound = jnp.where(wrong.any(axis=1), jnp.argmax(wrong, axis=1), width + 1)
+  # Cut it, in order: at the first visited node that offers no token, at a stop id, at the budget.
+  at_path = lambda of_node: jnp.take_along_axis(of_node, verdict.path, axis=1)
+  dry = at_path(processed.unusable) & (index <= accepted)
+  sound = jnp.where(dry.any(axis=1), jnp.argmax(dry, axis=1), width + 1)
+  wrong = jnp.any(at_path(processed.error) & (index == sound[:, None]), axis=1)
   available = jnp.minimum(verdict.accepted + 1, sound)
   is_stop = (block[:, :, None] == state.stop_ids[:, None, :]).any(axis=-1)
   to_stop = jnp.where(is_stop.any(axis=1), jnp.argmax(is_stop, axis=1) + 1, width + 1)
@@ -412,7 +480,7 @@ def accept_step(
   emitted = jnp.where(state.active, emitted, 0).astype(jnp.int32)
   reason = jnp.select(
     [emitted == to_stop, emitted == remaining, emitted == sound],
-    [Finish.STOP, Finish.LENGTH, Finish.ERROR],
+    [Finish.STOP, Finish.LENGTH, jnp.where(wrong, Finish.ERROR, Finish.STOP)],
     0,
   )
 
@@ -432,8 +500,46 @@ def accept_step(
       scratch=proposal.tree.num_nodes,
     ),
     drafter=config.drafter.extend(weights.drafter, state.drafter, committed),
+    processor=_advanced(weights.processor, state.processor, processed, verdict, block, emitted),
     log=_log(state, proposal, verdict, emitted),
+    logprobs=_logprobs(state, logits, target, verdict, block, config),
   )
+
+
+def _judge(state, proposal, processed: Processed, config) -> tuple[Verdict, Array]:
+  """The rule's verdict, and what it was given: most likely tokens ``[B, N]`` or probabilities."""
+  # Nothing can be said about what was drafted behind a node that offers no token.
+  usable = _whole_paths(proposal.valid & ~proposal.tree.of_parent(processed.unusable), proposal.tree)
+  target = processed.argmax() if config.rule.needs == "argmax" else processed.probs(state.settings)
+  return config.rule(target, proposal.replace(valid=usable), state.settings, state.length), target
+
+
+def _advanced(processor, before, processed: Processed, verdict: Verdict, block, emitted) -> Any:
+  """The processor's states behind the emitted tokens."""
+  if processor is None:
+    return None
+  last = jnp.maximum(emitted - 1, 0)[:, None]
+  node = jnp.take_along_axis(verdict.path, last, axis=1)[:, 0]
+  there = jax.tree.map(lambda leaf: leaf[jnp.arange(len(node)), node], processed.processor_state)
+  after = processors.advance(processor, there, jnp.take_along_axis(block, last, axis=1)[:, 0])
+  moved = lambda new, old: jnp.where((emitted > 0).reshape(-1, *[1] * (old.ndim - 1)), new, old)
+  return jax.tree.map(moved, after, before)
+
+
+def _logprobs(state, logits, target, verdict: Verdict, block, config) -> Array | None:
+  """The buffer with the block's log-probabilities, each at the node behind which its token stands."""
+  if config.logprobs == "off":
+    return None
+  path = verdict.path
+  if config.logprobs == "raw":
+    rows = jnp.take_along_axis(logits, path[:, :, None], axis=1)
+    chosen = jnp.take_along_axis(rows, block[:, :, None], axis=2)[..., 0]
+    values = chosen - jax.nn.logsumexp(rows, axis=-1)
+  elif config.rule.needs == "argmax":
+    values = jnp.where(block == jnp.take_along_axis(target, path, axis=1), 0.0, -jnp.inf)
+  else:
+    values = jnp.log(target[jnp.arange(len(path))[:, None], path, block])
+  return _write(state.logprobs, values, state.length)
 
 
 def _write(buffer: Array, block: Array, start: Array) -> Array:
@@ -515,82 +621,3 @@ def generate(
   The limit is traced, so one compiled program runs to the end and streams.
   """
   return run_rounds(weights, state, config, np.int32(round_limit))
-
-
-# --- results ---------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class RowResult:
-  """One row, on the host. Per-round lists have one entry a target call.
-
-  Attributes:
-    tokens: new token ids.
-    finish: ``stop``, ``length``, ``error``, or None while running.
-    proposed: drafts a round, all nodes of a tree but the root.
-    depth: of the deepest of them; for chains the same number.
-    reached: depths of a round at which drafts were judged: the accepted ones, and one more if something
-      was proposed behind the last of them.
-    accepted: drafts accepted a round.
-    emitted: tokens a round, the bonus included; what stops cut away is not counted.
-    overlap: mean Σ min(p, q) over judged positions (the expected acceptance there), None if unknown.
-  """
-
-  tokens: list[int]
-  prompt_tokens: int
-  finish: str | None
-  proposed: list[int]
-  depth: list[int]
-  reached: list[int]
-  accepted: list[int]
-  emitted: list[int]
-  overlap: float | None
-
-  @property
-  def rounds(self) -> int:
-    return len(self.emitted)
-
-  @property
-  def tau(self) -> float:
-    """τ: emitted tokens a round, bonus included; plain decoding has 1. 0 without rounds."""
-    return sum(self.emitted) / self.rounds if self.rounds else 0.0
-
-  @property
-  def acceptance_rate(self) -> float:
-    """Accepted drafts / proposed depth; 0 when nothing was proposed."""
-    return sum(self.accepted) / sum(self.depth) if sum(self.depth) else 0.0
-
-  @property
-  def accept_counts(self) -> list[int]:
-    """``[a]``: rounds that accepted a drafts, up to the largest a."""
-    return np.bincount(self.accepted, minlength=1).tolist() if self.accepted else [0]
-
-  @property
-  def reach_counts(self) -> list[int]:
-    """``[d - 1]``: rounds that reached depth d: d - 1 accepted, and something proposed behind them."""
-    return [sum(reached >= d for reached in self.reached) for d in range(1, max(self.reached, default=0) + 1)]
-
-
-def results(state: DecodeState) -> list[RowResult]:
-  """Reads the rows back. Copies what it needs: the state stays usable (caches are not touched)."""
-  small = state.replace(cache=None, drafter=None, settings=None)
-  host = jax.device_get(small)
-  rows = []
-  for b in range(host.length.shape[0]):
-    rounds, start, end = int(host.log.rounds[b]), int(host.prompt_length[b]), int(host.length[b])
-    finish = Finish(int(host.finish[b]))
-    judged = int(host.log.judged[b])
-    rows.append(
-      RowResult(
-        tokens=host.tokens[b, start:end].tolist(),
-        prompt_tokens=start,
-        finish=None if finish is Finish.NONE else finish.name.lower(),
-        proposed=host.log.proposed[b, :rounds].tolist(),
-        depth=host.log.depth[b, :rounds].tolist(),
-        reached=host.log.reached[b, :rounds].tolist(),
-        accepted=host.log.accepted[b, :rounds].tolist(),
-        emitted=host.log.emitted[b, :rounds].tolist(),
-        overlap=float(host.log.overlap[b]) / judged if judged else None,
-      )
-    )
-  return rows

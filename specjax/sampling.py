@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import flax.struct
 import jax
@@ -26,6 +28,10 @@ Array = jax.Array
 MIN_TEMPERATURE = 1e-5
 # Draws walk the vocabulary in two levels of this width.
 _DRAW_BLOCK = 256
+# Cut-offs of top-k and top-p are looked for among this many of the most likely tokens first.
+_HEAD = 128
+MAX_LOGIT_BIAS = 64
+MAX_BIAS = 1e4
 
 
 class Purpose(enum.IntEnum):
@@ -48,6 +54,13 @@ class Settings:
       (ties with the last stay), 1 is off.
     min_p: float32 ``[B]``; then drop tokens below this share of the most likely one, 0 is off.
     seed: uint32 ``[B]``.
+    repetition_penalty: float32 ``[B]``; logits of tokens in the prompt or the text so far are divided by
+      it where positive, else multiplied; 1 is off.
+    presence_penalty: float32 ``[B]``; taken from the logits of tokens in the new text, 0 is off.
+    frequency_penalty: float32 ``[B]``; taken once for each time they are in it, 0 is off.
+    min_new_tokens: int32 ``[B]``; stop ids are impossible before.
+    bias_ids, bias_values: int32 and float32 ``[B, MAX_LOGIT_BIAS]``, added to the logits of these ids;
+      -1 is unused.
   """
 
   temperature: Array
@@ -55,10 +68,35 @@ class Settings:
   top_p: Array
   min_p: Array
   seed: Array
+  repetition_penalty: Array
+  presence_penalty: Array
+  frequency_penalty: Array
+  min_new_tokens: Array
+  bias_ids: Array
+  bias_values: Array
 
   @classmethod
-  def create(cls, batch: int, *, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0) -> Settings:
+  def create(
+    cls,
+    batch: int,
+    *,
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    seed=0,
+    repetition_penalty=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    min_new_tokens=0,
+    logit_bias: Mapping[int, float] | Sequence[Mapping[int, float]] = MappingProxyType({}),
+  ) -> Settings:
     """Checks and broadcasts numbers or length-``batch`` sequences.
+
+    Args:
+      batch: rows.
+      logit_bias: what is added to the logits of which ids, for all rows or one mapping a row.
+      **others: fields of this class.
 
     Raises:
       ValueError: naming the field, the value and the limit.
@@ -78,18 +116,59 @@ class Settings:
         )
       return jnp.asarray(np.broadcast_to(array.astype(dtype), (batch,)))
 
+    bias_ids, bias_values = _bias_columns(logit_bias, batch)
     return cls(
       temperature=column("temperature", temperature, 0.0, 1e4, np.float32),
       top_k=column("top_k", top_k, 0, 2**31 - 1, np.int32),
       top_p=column("top_p", top_p, 0.0, 1.0, np.float32),
       min_p=column("min_p", min_p, 0.0, 1.0, np.float32),
       seed=column("seed", seed, 0, 2**32 - 1, np.uint32),
+      repetition_penalty=column("repetition_penalty", repetition_penalty, 1e-2, 1e2, np.float32),
+      presence_penalty=column("presence_penalty", presence_penalty, -1e2, 1e2, np.float32),
+      frequency_penalty=column("frequency_penalty", frequency_penalty, -1e2, 1e2, np.float32),
+      min_new_tokens=column("min_new_tokens", min_new_tokens, 0, 2**31 - 1, np.int32),
+      bias_ids=bias_ids,
+      bias_values=bias_values,
     )
 
   @property
   def greedy(self) -> Array:
     """bool ``[B]``."""
     return self.temperature < MIN_TEMPERATURE
+
+  @property
+  def adjusts_logits(self) -> Array:
+    """bool ``[B]``: something but temperature and truncation is on."""
+    return (
+      (self.repetition_penalty != 1.0)
+      | (self.presence_penalty != 0.0)
+      | (self.frequency_penalty != 0.0)
+      | (self.min_new_tokens > 0)
+      | jnp.any(self.bias_ids >= 0, axis=1)
+    )
+
+
+def _bias_columns(logit_bias, batch: int) -> tuple[Array, Array]:
+  """``bias_ids, bias_values`` of mappings, checked."""
+  rows = [logit_bias] * batch if isinstance(logit_bias, Mapping) else list(logit_bias)
+  if len(rows) != batch or not all(isinstance(row, Mapping) for row in rows):
+    raise ValueError(
+      f"logit_bias = {logit_bias!r}; it must map ids to numbers, once or for each of {batch} rows"
+    )
+  ids = np.full((batch, MAX_LOGIT_BIAS), -1, np.int32)
+  values = np.zeros((batch, MAX_LOGIT_BIAS), np.float32)
+  for b, row in enumerate(rows):
+    if len(row) > MAX_LOGIT_BIAS:
+      raise ValueError(f"logit_bias has {len(row)} ids; the limit is {MAX_LOGIT_BIAS} a row")
+    for i, (token, value) in enumerate(row.items()):
+      if not isinstance(token, (int, np.integer)) or not 0 <= token < 2**31:
+        raise ValueError(f"logit_bias holds the id {token!r}; ids are integers of at least 0")
+      if not isinstance(value, (int, float, np.number)) or not abs(value) <= MAX_BIAS:
+        raise ValueError(
+          f"logit_bias = {value!r} for id {token}; it must be a number in [{-MAX_BIAS:g}, {MAX_BIAS:g}]"
+        )
+      ids[b, i], values[b, i] = token, value
+  return jnp.asarray(ids), jnp.asarray(values)
 
 
 def mask_padding(logits: Array, num_real_tokens: int) -> Array:
@@ -119,35 +198,89 @@ def argmax(logits: Array, top: Array) -> Array:
   return jnp.where(first == vocab, 0, first)
 
 
-def _threshold(keys: Array, enough) -> Array:
-  """Smallest int32 key t with ``enough(keys <= t)``, by bisection over the bits of a float."""
-  low = jnp.full(keys.shape[:-1], -1, jnp.int32)
-  high = jnp.full(keys.shape[:-1], 0x7F800000, jnp.int32)  # +inf: everything
+def _nucleus_by_search(weights: Array, goal: Array) -> Array:
+  """A t such that the weights of at least t are the smallest set of largest ones with mass ``goal [B, N]``.
 
-  def halve(_, bounds):
-    low, high = bounds
+  Bisection over the bits of a float, a pass over the vocabulary each, until one weight at most is left
+  between the bounds: exact for any distribution.
+  """
+  bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32)
+  value = lambda x: jax.lax.bitcast_convert_type(x, jnp.float32)
+  total = jnp.sum(weights, axis=-1)
+  # Weights below a share 1 / V of what may go cannot reach it together. None is above 1.
+  low = jnp.maximum(bits(0.99 * (total - goal) / weights.shape[-1]), 0)
+  high = jnp.full(goal.shape, bits(jnp.float32(1.0)) + 1)
+
+  def open_(bounds):
+    low, high, mass_low, mass_high = bounds
+    alone = mass_low - mass_high + 1e-6 * total < 2 * value(low)
+    return jnp.any((high - low > 1) & ~alone)
+
+  def halve(bounds):
+    low, high, mass_low, mass_high = bounds
     middle = low + (high - low) // 2
-    ok = enough(keys <= middle[..., None])
-    return jnp.where(ok, low, middle), jnp.where(ok, middle, high)
+    mass = jnp.sum(jnp.where(weights >= value(middle)[..., None], weights, 0.0), axis=-1)
+    enough = mass >= goal
+    choose = lambda yes, no: jnp.where(enough, yes, no)
+    return choose(middle, low), choose(high, middle), choose(mass, mass_low), choose(mass_high, mass)
 
-  return jax.lax.fori_loop(0, 31, halve, (low, high))[1]
+  return value(jax.lax.while_loop(open_, halve, (low, high, total, jnp.zeros_like(total)))[0])
 
 
-def _truncate(z: Array, weights: Array, settings: Settings) -> Array:
-  """Weights ``[B, N, V]`` with what top-k, top-p and min-p drop set to 0."""
-  # z <= 0, so the bits of |z| order tokens from likely to unlikely.
-  keys = jax.lax.bitcast_convert_type(jnp.abs(z), jnp.int32)
-  top_k = jnp.where(settings.top_k == 0, z.shape[-1], settings.top_k)[:, None]
-  last = _threshold(
-    keys, lambda kept: jnp.sum(kept, axis=-1, dtype=jnp.int32) >= jnp.minimum(top_k, z.shape[-1])
+def _kth_by_search(z: Array, k: Array) -> Array:
+  """A t such that ``z [B, N, V]`` (<= 0) of at least t are the ``k [B, N]`` largest and their ties."""
+  keys = jax.lax.bitcast_convert_type(jnp.abs(z), jnp.int32)  # the bits of |z| order tokens by likelihood
+  low = jnp.full(k.shape, -1, jnp.int32)
+  high = jnp.full(k.shape, 0x7F800000, jnp.int32)  # inf: everything
+
+  def halve(bounds):
+    low, high, count = bounds
+    middle = low + (high - low) // 2
+    kept = jnp.sum(keys <= middle[..., None], axis=-1, dtype=jnp.int32)
+    enough = kept >= k
+    return jnp.where(enough, low, middle), jnp.where(enough, middle, high), jnp.where(enough, kept, count)
+
+  open_ = lambda bounds: jnp.any((bounds[1] - bounds[0] > 1) & (bounds[2] != k))
+  start = (low, high, jnp.full(k.shape, z.shape[-1], jnp.int32))
+  return -jax.lax.bitcast_convert_type(jax.lax.while_loop(open_, halve, start)[1], jnp.float32)
+
+
+def _truncate(z: Array, weights: Array, settings: Settings, head: int = _HEAD) -> Array:
+  """Weights ``[B, N, V]`` with what top-k, top-p and min-p drop set to 0.
+
+  Both cut-offs nearly always lie among the ``head`` most likely tokens, which a partial sort finds for the
+  price of a few passes; only if that does not settle every row are they searched for.
+  """
+  vocab = z.shape[-1]
+  head = min(head, vocab)
+  shape = z.shape[:-1]
+  rows = lambda value: jnp.broadcast_to(value[:, None], shape)
+  top_k = rows(jnp.where(settings.top_k == 0, vocab, jnp.minimum(settings.top_k, vocab)))
+  top_p = rows(settings.top_p)
+  limited, nucleus = top_k < vocab, top_p < 1.0
+  best = jax.lax.top_k(z, head)[0]
+
+  kth = jnp.take_along_axis(best, jnp.minimum(top_k, head)[..., None] - 1, axis=-1)[..., 0]
+  kth = jax.lax.cond(
+    jnp.any(limited & (top_k > head)),
+    lambda: jnp.where(top_k > head, _kth_by_search(z, top_k), kth),
+    lambda: kth,
   )
-  weights = jnp.where(keys <= last[..., None], weights, 0.0)
-  mass = settings.top_p[:, None] * jnp.sum(weights, axis=-1)
-  last = _threshold(keys, lambda kept: jnp.sum(jnp.where(kept, weights, 0.0), axis=-1) >= mass)
-  # Rounding must not drop anything when top-p is off; the most likely token always stays.
-  off = (settings.top_p >= 1.0)[:, None, None]
-  weights = jnp.where(off | (keys <= jnp.maximum(last, 0)[..., None]), weights, 0.0)
-  return jnp.where(weights >= settings.min_p[:, None, None], weights, 0.0)
+  kth = jnp.where(limited, kth, -jnp.inf)
+  weights = jnp.where(z >= kth[..., None], weights, 0.0)
+
+  goal = top_p * jnp.sum(weights, axis=-1)
+  mass = jnp.cumsum(jnp.where(best >= kth[..., None], jnp.exp(best), 0.0), axis=-1)
+  reached = mass >= goal[..., None]
+  last = jnp.take_along_axis(jnp.exp(best), jnp.argmax(reached, axis=-1)[..., None], axis=-1)[..., 0]
+  found = reached[..., -1]
+  last = jax.lax.cond(
+    jnp.any(nucleus & ~found),
+    lambda: jnp.where(found, last, _nucleus_by_search(weights, goal)),
+    lambda: last,
+  )
+  least = jnp.maximum(jnp.where(nucleus, last, 0.0), rows(settings.min_p))
+  return jnp.where(weights >= least[..., None], weights, 0.0)
 
 
 def processed_probs(logits: Array, top: Array, settings: Settings) -> Array:

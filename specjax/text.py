@@ -84,7 +84,8 @@ class TextRow:
   """The text of one row, cut before the first stop string.
 
   Text that may still become a stop string is held back. Of several stop strings the one that is
-  complete first counts, which does not depend on how many tokens arrive at once.
+  complete first counts, which does not depend on how many tokens arrive at once. A stop string that is
+  complete within the first ``min_new_tokens`` tokens does not count.
 
   Attributes:
     text: everything given out so far.
@@ -92,12 +93,13 @@ class TextRow:
     stopped: whether a stop string was found; then ``seen`` ends with the token that completed it.
   """
 
-  def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = ()):
+  def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = (), min_new_tokens: int = 0):
     if isinstance(stop_strings, str) or any(not isinstance(s, str) or not s for s in stop_strings):
       raise ValueError(f"stop_strings = {stop_strings!r}; a sequence of texts that are not empty is needed")
     self._detokenizer = Detokenizer(tokenizer)
     self._stops = tuple(stop_strings)
     self._held = ""
+    self._least = min_new_tokens
     self.text = ""
     self.seen = 0
     self.stopped = False
@@ -123,8 +125,11 @@ class TextRow:
 
   def _add(self, piece: str) -> None:
     held = self._held + piece
-    found = [(held.find(stop) + len(stop), held.find(stop)) for stop in self._stops if stop in held]
-    if found:
+    # What was complete too early is passed over: a stop string must end in the new piece.
+    within = lambda stop: max(len(self._held) + 1 - len(stop), 0)
+    places = [(held.find(stop, within(stop)), len(stop)) for stop in self._stops]
+    found = [(place + length, place) for place, length in places if place >= 0]
+    if found and self.seen > self._least:
       self.stopped, self._held = True, ""
       self.text += held[: min(found)[1]]
       return
@@ -181,7 +186,8 @@ def stream_text(
     weights, config, tokenizer: as for `generate_text`.
     prompt: ids from `encode_prompt`.
     **options: ``settings`` (`Settings`, None is greedy), ``max_new_tokens`` (128), ``stop_ids`` (None
-      takes the tokenizer's ends), ``stop_strings`` (none), ``rounds_per_slice`` and ``mesh``.
+      takes the tokenizer's ends), ``stop_strings`` (none), ``rounds_per_slice``, and ``processor_state`` and
+      ``mesh`` as in `decode.prefill`.
 
   Returns:
     The generator's return value (``result = yield from stream_text(…)``) is the `TextResult`.
@@ -207,13 +213,15 @@ def _run(
   max_new_tokens: int | Sequence[int] = 128,
   stop_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
   stop_strings: Sequence[str] = (),
+  processor_state: Any = None,
   rounds_per_slice: int = ROUNDS_PER_SLICE,
   mesh: jax.sharding.Mesh | None = None,
 ) -> Generator[list[str], None, list[TextResult]]:
   """Yields the new text of every row, slice by slice; returns the results."""
   if rounds_per_slice < 1:
     raise ValueError(f"rounds_per_slice = {rounds_per_slice}; it must be at least 1")
-  rows = [TextRow(tokenizer, stop_strings) for _ in prompts]
+  least = np.zeros(len(prompts), int) if settings is None else np.asarray(settings.min_new_tokens)
+  rows = [TextRow(tokenizer, stop_strings, count) for count in least.tolist()]
   state = decode.prefill(
     weights,
     config,
@@ -221,6 +229,7 @@ def _run(
     settings=settings,
     max_new_tokens=max_new_tokens,
     stop_ids=tokenizer.eos_ids if stop_ids is None else stop_ids,
+    processor_state=processor_state,
     mesh=mesh,
   )
   limit = rounds_per_slice if streaming or stop_strings else decode.ALL_ROUNDS
@@ -275,5 +284,6 @@ def text_result(row: TextRow, result: RowResult) -> TextResult:
       accepted=result.accepted[:rounds],
       emitted=emitted,
       overlap=result.overlap if rounds == result.rounds else None,
+      logprobs=None if result.logprobs is None else result.logprobs[: row.seen],
     )
   return TextResult(**values, text=row.text)

@@ -172,6 +172,10 @@ class TokenTree:
     """int32 ``[B, G + 1]``: the way from the root to ``node [B]``, then zeros."""
     return jnp.asarray(self.paths)[node]
 
+  def path_tokens(self, tokens: Array) -> Array:
+    """int32 ``[B, N, G]``: of ``tokens [B, N]`` those behind the root on the way to each node, then -1."""
+    return jnp.where(_on_path(self), tokens[:, self.paths[:, 1:]], -1)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -232,6 +236,13 @@ class DynamicTree:
     number = jnp.arange(self.num_nodes, dtype=jnp.int32)
     return jnp.sum(jnp.where(on_path & at_depth, number, 0), axis=-1, dtype=jnp.int32)
 
+  def path_tokens(self, tokens: Array) -> Array:
+    """int32 ``[B, N, G]``: of ``tokens [B, N]`` those behind the root on the way to each node, then -1."""
+    at_depth = self.depths[:, None, None, :] == jnp.arange(1, self.max_depth + 1)[:, None]  # [B, 1, G, N]
+    seen = self.ancestor_mask[:, :, None, :] & at_depth
+    found = jnp.sum(jnp.where(seen, tokens[:, None, None, :], 0), axis=-1, dtype=jnp.int32)
+    return jnp.where(_on_path(self), found, -1)
+
 
 @dataclasses.dataclass(frozen=True)
 class TreeBudget:
@@ -247,6 +258,11 @@ class TreeBudget:
       raise ValueError(f"TreeBudget.num_nodes = {self.num_nodes}; it must be in [1, {MAX_NODES}]")
     if not 0 <= self.max_depth < self.num_nodes:
       raise ValueError(f"TreeBudget.max_depth = {self.max_depth}; it must be in [0, {self.num_nodes - 1}]")
+
+
+def _on_path(tree: TokenTree | DynamicTree):
+  """bool ``[…, N, G]``: whether a node's path is that long."""
+  return tree.depths[..., None] > np.arange(tree.max_depth)
 
 
 def pack_bits(mask):

@@ -68,6 +68,10 @@ def other_draft():
   )
 
 
+ANY_CHAIN = ("greedy", "draw_and_follow", "speculative_sampling")
+TREE_RULES = ("recursive_rejection", "traversal_verification")
+
+
 @dataclasses.dataclass(frozen=True)
 class DrafterCase:
   """How to make a drafter, and what is known about it beforehand.
@@ -82,7 +86,7 @@ class DrafterCase:
   """
 
   make: Callable[[], tuple[Any, Any]]
-  rules: tuple[str, ...] = ("greedy", "draw_and_follow", "speculative_sampling")
+  rules: tuple[str, ...] = ANY_CHAIN
   ragged: bool = True
   accepts: int | None = None
   caches: Callable[[Any], dict] = lambda state: {}
@@ -155,32 +159,36 @@ DRAFTERS: dict[str, DrafterCase] = {
     changes=dict(plain_rounds=True),
   ),
   "two_model_top_k": DrafterCase(
-    lambda: two_model(draft(), "top_k"), caches=lambda state: {"draft": (draft(), state.cache)}
+    lambda: two_model(draft(), "top_k"),
+    rules=(*ANY_CHAIN, "block_verification"),
+    caches=lambda state: {"draft": (draft(), state.cache)},
   ),
   "two_model_sample": DrafterCase(
-    lambda: two_model(draft(), "sample"), caches=lambda state: {"draft": (draft(), state.cache)}
+    lambda: two_model(draft(), "sample"),
+    rules=(*ANY_CHAIN, "block_verification"),
+    caches=lambda state: {"draft": (draft(), state.cache)},
   ),
   "prompt_lookup_tree": DrafterCase(
     lambda: (
       make_drafter("prompt_lookup", window=WINDOW, min_ngram=1, max_ngram=2, matches=5, nodes=9),
       None,
     ),
-    rules=("greedy", "draw_and_follow"),
+    rules=("greedy", "draw_and_follow", *TREE_RULES),
     changes=dict(plain_rounds=True),
   ),
   "two_model_tree_top_k": DrafterCase(
     lambda: two_model(draft(), "top_k", (2, 1, 2)),
-    rules=("greedy", "draw_and_follow"),
+    rules=("greedy", "draw_and_follow", "recursive_rejection"),
     caches=lambda state: {"draft": (draft(), state.cache)},
   ),
   "two_model_tree_sample": DrafterCase(
     lambda: two_model(draft(), "sample", (3,)),
-    rules=("draw_and_follow",),
+    rules=("draw_and_follow", *TREE_RULES),
     caches=lambda state: {"draft": (draft(), state.cache)},
   ),
   "two_model_tree_distinct": DrafterCase(
     lambda: two_model(draft(), "sample_without_replacement", (2, 2)),
-    rules=("draw_and_follow",),
+    rules=("draw_and_follow", *TREE_RULES),
     caches=lambda state: {"draft": (draft(), state.cache)},
   ),
   "two_model_unlike": DrafterCase(
@@ -198,7 +206,9 @@ DRAFTERS: dict[str, DrafterCase] = {
   ),
   "always_wrong": DrafterCase(lambda: truth(CHAIN, (0,) * len(RAGGED)), ragged=False, accepts=0),
   "scripted_ragged": DrafterCase(lambda: truth(CHAIN, RAGGED), rules=("greedy", "speculative_sampling")),
-  "scripted_tree": DrafterCase(lambda: truth(TREE, RAGGED_TREE), rules=("greedy", "draw_and_follow")),
+  "scripted_tree": DrafterCase(
+    lambda: truth(TREE, RAGGED_TREE), rules=("greedy", "draw_and_follow", *TREE_RULES)
+  ),
   "from_outside": DrafterCase(
     lambda: (make_drafter("tests.contract:last_token", window=WINDOW), None), rules=("greedy",), ragged=False
   ),
@@ -262,8 +272,8 @@ def run(name: str, rule: str, **kwargs) -> list[decode.RowResult]:
 
 
 def comparable(rows):
-  """Rows without the overlap, a sum of float32 products that rounds differently in other batches."""
-  return [dataclasses.replace(row, overlap=None) for row in rows]
+  """Rows without what is made of float32 sums, which round differently in other batches."""
+  return [dataclasses.replace(row, overlap=None, logprobs=None) for row in rows]
 
 
 @functools.cache

@@ -136,13 +136,29 @@ def test_bad_stop_strings_are_refused(bad):
 def test_rounds_are_cut_with_the_text():
   """Σ emitted stays the number of tokens (case P1); accepted counts stay what the target accepted."""
   tokens = list(b"abcdefgh")
-  result = RowResult(tokens, 3, "length", [5, 5, 5], [5, 5, 5], [3, 3, 2], [2, 2, 1], [3, 3, 2], 0.5)
+  result = RowResult(
+    tokens, 3, "length", [5, 5, 5], [5, 5, 5], [3, 3, 2], [2, 2, 1], [3, 3, 2], 0.5, [0.0] * 8
+  )
   row = TextRow(TOKENIZER, ["e"])
   row.push(tokens)
   row.close()
   found = text_result(row, result)
   assert (found.text, found.finish, found.tokens) == ("abcd", "stop", list(b"abcde"))
   assert (found.emitted, found.accepted, found.overlap) == ([3, 2], [2, 2], None)
+  assert len(found.logprobs) == 5
+
+
+def test_stop_strings_wait_for_the_least_length():
+  """ "ab" ends the text only where it is complete behind the third token; the earlier one stays text.
+
+  Fails when a stop string that was passed over is found again with the next token.
+  """
+  for cut in (1, 2, 5):
+    row = TextRow(TOKENIZER, ["ab"], min_new_tokens=3)
+    tokens = list(b"abcabd")
+    for start in range(0, len(tokens), cut):
+      row.push(tokens[start : start + cut])
+    assert (row.text, row.seen, row.stopped) == ("abc", 5, True)
 
 
 # --- whole runs ------------------------------------------------------------------------------------

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
-import inspect
-import re
 from collections.abc import Callable
 from typing import Any
 
+from specjax import options
 from specjax.base import Drafter
 from specjax.drafters.none import NoDrafter
 from specjax.drafters.prompt_lookup import PromptLookup
@@ -22,37 +20,17 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
 
 
 def parse_drafter(text: str) -> tuple[str, dict[str, Any]]:
-  """``"prompt_lookup[matches=8,nodes=9]"`` → its name and its options.
-
-  Values are Python literals, ``branching=(3,2)`` for one, or bare words.
-
-  Raises:
-    ValueError: brackets or an option that cannot be read.
-  """
-  name, bracket, inside = text.partition("[")
-  if not bracket:
-    return name, {}
-  if not inside.endswith("]"):
-    raise ValueError(f"drafter = {text!r}; its options must stand in brackets: name[option=value,…]")
-  options = {}
-  for part in re.split(r",(?![^(]*\))", inside[:-1]):
-    option, _, value = (word.strip() for word in part.partition("="))
-    if not option.isidentifier() or not value or option in options:
-      raise ValueError(f"drafter = {text!r}: {part!r} is not option=value, or is given twice")
-    try:
-      options[option] = ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-      options[option] = value
-  return name, options
+  """``"prompt_lookup[matches=8,nodes=9]"`` → its name and its options, see `options.parse`."""
+  return options.parse("drafter", text)
 
 
-def make_drafter(text: str, **options: Any) -> Drafter:
+def make_drafter(text: str, **others: Any) -> Drafter:
   """A drafter by its name, or from outside the package as ``package.module:factory``.
 
   Args:
     text: a key of `DRAFTERS`, or an importable factory that takes the options and returns a `Drafter`; with
       options in brackets, see `parse_drafter`, which go before the others.
-    **options: passed on; ``window`` is the draft length G.
+    **others: passed on; ``window`` is the draft length G.
 
   Raises:
     ValueError: an unknown name, a factory that cannot be imported, or options it does not take.
@@ -69,12 +47,7 @@ def make_drafter(text: str, **options: Any) -> Drafter:
       make = getattr(importlib.import_module(module), factory)
     except (ImportError, AttributeError) as error:
       raise ValueError(f"drafter = {text!r} cannot be imported: {error}") from error
-  options = {**options, **own}
-  try:
-    inspect.signature(make).bind(**options)
-    return make(**options)
-  except TypeError as error:
-    raise ValueError(f"drafter = {text!r} with options {', '.join(options) or 'none'}: {error}") from error
+  return options.make("drafter", text, make, {**others, **own})
 
 
 __all__ = ["DRAFTERS", "NoDrafter", "PromptLookup", "TwoModel", "make_drafter", "parse_drafter", "two_model"]

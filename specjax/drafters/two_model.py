@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import cache as kv
-from specjax import sampling
+from specjax import processors, sampling
 from specjax.base import DraftContext, Proposal
 from specjax.sampling import Purpose
 from specjax.tree import MAX_NODES, TokenTree, pack_bits
@@ -119,10 +119,15 @@ def _runs(levels: Sequence[_Level]) -> list[list[_Level]]:
 
 
 class _Children(NamedTuple):
-  """Drafted nodes of one level: ``tokens, found [B, C]``, and their parents' ``q [B, F, V]`` or None."""
+  """Drafted nodes of one level.
+
+  ``tokens, found [B, C]``, ``paths [B, C, G]`` as `processors.process` takes them, and the parents'
+  ``q [B, F, V]`` or None.
+  """
 
   tokens: Array
   found: Array
+  paths: Array
   q: Array | None
 
 
@@ -179,9 +184,10 @@ class TwoModel:
   def propose(self, weights, state, context: DraftContext, target_cache):
     first, *deeper = _plan(self.tree).levels
     logits, cache = self._feed_root(weights, state.cache, context)
-    drafted = [self._children(logits, context, first)]
+    root = jnp.full((*context.root.shape, 1, self.tree.max_depth), -1, jnp.int32)
+    drafted = [self._children(logits, context, first, root)]
     for run in _runs(deeper):
-      cache, grown = self._grow(weights, cache, context, drafted[-1].tokens, run)
+      cache, grown = self._grow(weights, cache, context, drafted[-1], run)
       drafted.extend(grown)
     # Back to committed rows only; a row that is not decoding keeps what it had.
     fed_to = jnp.where(context.active, jnp.maximum(context.length - 1, 0), state.cache.length)
@@ -230,12 +236,12 @@ class TwoModel:
 
     return jax.lax.while_loop(lambda cache: jnp.any(behind(cache) > _CATCH_UP), feed, cache)
 
-  def _grow(self, weights, cache, context, tokens, run: list[_Level]):
-    """Grows the levels of a run behind ``tokens [B, nodes of the level before]``."""
-    feed = lambda tokens: tokens[:, run[0].fed]
+  def _grow(self, weights, cache, context, parents: _Children, run: list[_Level]):
+    """Grows the levels of a run behind ``parents``, the nodes of the level before."""
+    feed = lambda children: (children.tokens[:, run[0].fed], children.paths[:, run[0].fed])
 
     def step(carry, level):
-      cache, fed = carry
+      cache, fed, paths = carry
       output = self._run(
         weights,
         fed,
@@ -246,31 +252,32 @@ class TwoModel:
       )
       # Of the fields, only these change along a run.
       level = run[0]._replace(depth=level.depth, nodes=level.nodes)
-      children = self._children(output.logits, context, level)
+      children = self._children(output.logits, context, level, paths)
       # Of the last level of a run nothing is fed by this pattern, and what is made up here is not used.
-      return (output.cache, feed(children.tokens)), children
+      return (output.cache, *feed(children)), children
 
+    start = (cache, *feed(parents))
     if len(run) == 1:
-      (cache, _), children = step((cache, feed(tokens)), run[0])
+      (cache, *_), children = step(start, run[0])
       return cache, [children]
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *run)
-    (cache, _), children = jax.lax.scan(step, (cache, feed(tokens)), stacked)
+    (cache, *_), children = jax.lax.scan(step, start, stacked)
     return cache, [jax.tree.map(lambda leaf, i=i: leaf[i], children) for i in range(len(run))]
 
-  def _children(self, logits: Array, context: DraftContext, level: _Level) -> _Children:
-    """Chooses the children behind ``logits [B, F, V_draft]`` of the fed nodes."""
-    logits = self._over_target_vocabulary(logits)
+  def _children(self, logits: Array, context: DraftContext, level: _Level, paths: Array) -> _Children:
+    """Chooses the children behind ``logits [B, F, V_draft]`` and ``paths [B, F, G]`` of the fed nodes."""
+    processed = processors.process(self._over_target_vocabulary(logits), context, paths)
+    usable = ~processed.unusable
     ranks = level.nodes.shape[1]
-    top, _ = sampling.peak(logits)
     if self.policy == "top_k":
       if ranks == 1:
-        tokens = sampling.argmax(logits, top)[..., None]
+        tokens = processed.argmax()[..., None]
       else:
-        tokens = jax.lax.top_k(logits, ranks)[1].astype(jnp.int32)
-      found = jnp.ones(tokens.shape, bool)
+        tokens = jax.lax.top_k(processed.logits, ranks)[1].astype(jnp.int32)
+      found = jnp.broadcast_to(usable[..., None], tokens.shape)
       q = None
     else:
-      q = left = sampling.processed_probs(logits, top, context.settings)
+      q = left = processed.probs(context.settings)
       at = jnp.broadcast_to(context.length[:, None], q.shape[:2])
       tokens, found = [], []
       for rank in range(ranks):
@@ -280,7 +287,10 @@ class TwoModel:
         if self.policy == "sample_without_replacement":
           left = jnp.where(jnp.arange(q.shape[-1]) == tokens[-1][..., None], 0.0, left)
       tokens, found = jnp.stack(tokens, axis=-1), jnp.stack(found, axis=-1)
-    return _Children(tokens[:, level.parent, level.rank], found[:, level.parent, level.rank], q)
+    tokens, found = tokens[:, level.parent, level.rank], found[:, level.parent, level.rank]
+    behind = jnp.arange(paths.shape[-1]) == level.depth - 1
+    paths = jnp.where(behind, tokens[..., None], paths[:, level.parent])
+    return _Children(tokens, found, paths, q)
 
   def _over_target_vocabulary(self, logits: Array) -> Array:
     width = logits.shape[-1]

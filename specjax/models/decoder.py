@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import jax
@@ -123,6 +124,20 @@ class Decoder(nnx.Module):
     """Normed hidden states ``[..., D]`` → float32 logits ``[..., V]``."""
     weight = self.embed[...] if self.head is None else self.head.weight[...]
     return layers.matmul(x, weight).astype(jnp.float32)
+
+
+def truncated(model: Decoder, num_layers: int) -> Decoder:
+  """The model's first layers under its own norm and head: a draft that adds no arrays.
+
+  Raises:
+    ValueError: not at least one layer fewer than the model, or none.
+  """
+  if not 1 <= num_layers < model.config.num_layers:
+    raise ValueError(f"num_layers = {num_layers}; it must be in [1, {model.config.num_layers - 1}]")
+  short = copy.copy(model)
+  short.config = model.config.replace(num_layers=num_layers)
+  short.layers = nnx.List(list(model.layers)[:num_layers])
+  return short
 
 
 def _is_zero(x: Array | int) -> bool:

@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from specjax import sampling
+from specjax import processors, sampling
 from specjax.base import Committed, DraftContext, Proposal
-from specjax.sampling import Purpose
+from specjax.sampling import Purpose, Settings
 from specjax.tree import TokenTree
 
 Array = jax.Array
 
 NOTHING = -1
+
+
+def draft_context(
+  texts: Sequence[Sequence[int]], capacity: int, *, settings: Settings | None = None, rubbish: int = 0
+) -> DraftContext:
+  """What `Drafter.propose` is given behind ``texts``, all of them prompts, in buffers of ``capacity``.
+
+  The buffer holds ``rubbish`` behind a text; an empty text is a row that is not active.
+  """
+  length = np.array([len(text) for text in texts], np.int32)
+  tokens = np.full((len(texts), capacity), rubbish, np.int32)
+  for row, text in enumerate(texts):
+    tokens[row, : len(text)] = text
+  return DraftContext(
+    tokens=jnp.asarray(tokens),
+    length=jnp.asarray(length),
+    prompt_length=jnp.asarray(length),
+    stop_ids=jnp.full((len(texts), 1), -1),
+    settings=Settings.create(len(texts)) if settings is None else settings,
+    root=jnp.asarray(tokens[np.arange(len(texts)), np.maximum(length - 1, 0)]),
+    active=jnp.asarray(length > 0),
+  )
 
 
 @flax.struct.dataclass
@@ -147,7 +171,7 @@ class TruthDrafter(_Recording):
 class SampledDrafter(_Recording):
   """Draws a chain from a Markov table, weights: logits ``[V, V]`` by the token before.
 
-  q is processed with the row's own settings.
+  q is processed with the row's own settings and processor.
 
   Attributes:
     depth: drafts a round.
@@ -165,11 +189,13 @@ class SampledDrafter(_Recording):
 
   def propose(self, weights, state, context: DraftContext, target_cache):
     tokens, q = [context.root], []
+    path = jnp.full((*context.root.shape, 1, self.depth), -1, jnp.int32)
     for node in range(1, self.depth + 1):
       logits = weights[tokens[-1]][:, None]
-      q.append(sampling.processed_probs(logits, sampling.peak(logits)[0], context.settings)[:, 0])
+      q.append(processors.process(logits, context, path).probs(context.settings)[:, 0])
       u = sampling.uniform(context.settings.seed, Purpose.DRAFT, context.length, node)
       tokens.append(sampling.draw(q[-1], u))
+      path = path.at[:, 0, node - 1].set(tokens[-1])
     tokens = jnp.stack(tokens, axis=1)
     proposal = Proposal(
       tokens, jnp.ones_like(tokens, bool), jnp.stack(q, axis=1), tree=self.tree, kind=self.kind

@@ -2,28 +2,56 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from specjax import options
 from specjax.base import Rule
+from specjax.verify.block import BlockVerification
 from specjax.verify.follow import DrawAndFollow, Greedy
-from specjax.verify.speculative import SpeculativeSampling
+from specjax.verify.recursive import RecursiveRejection
+from specjax.verify.speculative import LenientSpeculativeSampling, SpeculativeSampling
 from specjax.verify.synthetic import Synthetic
+from specjax.verify.traversal import TraversalVerification
+from specjax.verify.typical import TypicalAcceptance
 
 RULES = {
-  "greedy": Greedy,
-  "draw_and_follow": DrawAndFollow,
-  "speculative_sampling": SpeculativeSampling,
-  "synthetic": Synthetic,
+  rule.name: rule
+  for rule in (
+    Greedy,
+    DrawAndFollow,
+    SpeculativeSampling,
+    BlockVerification,
+    RecursiveRejection,
+    TraversalVerification,
+    LenientSpeculativeSampling,
+    TypicalAcceptance,
+    Synthetic,
+  )
 }
 
 
-def make_rule(name: str, **options) -> Rule:
-  """A rule by its name; ``synthetic`` takes ``rates``.
+def make_rule(text: str, **others: Any) -> Rule:
+  """A rule by its name, with options in brackets or as arguments: ``synthetic[rates=(0.8,0.6)]``.
 
   Raises:
-    ValueError: unknown name.
+    ValueError: an unknown name, or options that it does not take or that are out of range.
   """
+  name, own = options.parse("rule", text)
   if name not in RULES:
-    raise ValueError(f"rule = {name!r}; it must be one of {', '.join(RULES)}")
-  return RULES[name](**options)
+    raise ValueError(f"rule = {text!r}; it must be one of {', '.join(RULES)}")
+  return options.make("rule", text, RULES[name], {**others, **own})
 
 
-__all__ = ["RULES", "DrawAndFollow", "Greedy", "SpeculativeSampling", "Synthetic", "make_rule"]
+__all__ = [
+  "RULES",
+  "BlockVerification",
+  "DrawAndFollow",
+  "Greedy",
+  "LenientSpeculativeSampling",
+  "RecursiveRejection",
+  "SpeculativeSampling",
+  "Synthetic",
+  "TraversalVerification",
+  "TypicalAcceptance",
+  "make_rule",
+]

@@ -8,12 +8,82 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from specjax import sampling
 from specjax.base import ALL_KINDS, Proposal, Verdict
-from specjax.sampling import Purpose, Settings
+from specjax.sampling import Settings
 from specjax.verify.follow import deepest_accepted, verdict_of
+from specjax.verify.residual import acceptance_noise, at, check, draw_last
 
 Array = jax.Array
+
+
+def read_chain(target: Array, proposal: Proposal) -> tuple[Array, Array]:
+  """p and q of each draft, float32 ``[B, N - 1]``; what invalid ones have is of no meaning."""
+  drafted = jnp.where(proposal.valid, proposal.tokens, 0)[:, 1:, None]
+  p = jnp.take_along_axis(target[:, :-1], drafted, axis=-1)[..., 0]
+  if proposal.kind == "deterministic":
+    return p, jnp.ones_like(p)
+  return p, jnp.take_along_axis(proposal.q[:, : p.shape[1]], drafted, axis=-1)[..., 0]
+
+
+def remove_draft(
+  target: Array, proposal: Proposal, node: Array, rejected: Array, mass: Array | float = 1.0
+) -> Array:
+  """Weights ``[B, V]`` of the token behind ``node [B]``: (mass P - Q)+ where its draft was rejected, else P.
+
+  Also P where that has no mass: only rounding rejects then.
+  """
+  row = at(target, node)
+  last = proposal.tokens.shape[1] - 1
+  if last == 0:
+    return row
+  if proposal.kind == "deterministic":
+    token = at(proposal.tokens, jnp.minimum(node + 1, last))
+    residual = jnp.where(jnp.arange(row.shape[-1]) == token[:, None], 0.0, row)
+  else:
+    mass = jnp.broadcast_to(mass, node.shape)[:, None]
+    residual = jnp.maximum(mass * row - at(proposal.q, jnp.minimum(node, last - 1)), 0.0)
+  return jnp.where((rejected & (residual.sum(axis=-1) > 0))[:, None], residual, row)
+
+
+def agreement(target: Array, proposal: Proposal, p: Array, node: Array, lenience: float = 1.0) -> dict:
+  """``overlap`` and ``judged`` of a verdict: Σ min(P / lenience, Q) over the drafts down to ``node [B]``
+  and the one behind it. ``p`` is from `read_chain`.
+
+  Only rows of such drafts are looked at: a pass over all costs more than the rest of the rule.
+  """
+  judged = proposal.valid[:, 1:] & (jnp.arange(p.shape[1]) <= node[:, None])
+
+  def row(state):
+    i, total = state
+    pick = lambda values: jax.lax.dynamic_index_in_dim(values, i, axis=1, keepdims=False)
+    shared = jnp.minimum(pick(target) / lenience, pick(proposal.q)).sum(axis=-1)
+    # An unusable row of logits says nothing about agreement.
+    return i + 1, total + jnp.where(pick(judged) & jnp.isfinite(shared), shared, 0.0)
+
+  if p.shape[1] == 0 or proposal.kind == "deterministic":
+    shared = jnp.minimum(p / lenience, 1.0)
+    judged &= jnp.isfinite(shared)
+    overlap = jnp.where(judged, shared, 0.0).sum(axis=-1)
+  else:
+    last = jnp.max(judged.sum(axis=1, dtype=jnp.int32))
+    start = jnp.int32(0), jnp.zeros(node.shape, jnp.float32)
+    _, overlap = jax.lax.while_loop(lambda state: state[0] < last, row, start)
+  return dict(overlap=overlap, judged=judged.sum(axis=1, dtype=jnp.int32))
+
+
+def _token_by_token(rule, target, proposal, settings, length, lenience: float) -> Verdict:
+  """Accepts draft x with min(1, p / (lenience q)), else draws from (p - q)+."""
+  check(rule, proposal)
+  nodes = proposal.tokens.shape[1]
+  p, q = read_chain(target, proposal)
+  accepts = acceptance_noise(settings, length, nodes)[:, 1:] * (lenience * q) < p
+  node = deepest_accepted(jnp.pad(accepts, ((0, 0), (1, 0))), proposal)
+
+  # The draft that was turned down is the one behind the last accepted node, if there was one.
+  rejected = (node < nodes - 1) & at(proposal.valid, jnp.minimum(node + 1, nodes - 1))
+  weights = remove_draft(target, proposal, node, rejected)
+  token = draw_last(weights, settings, length, node, node, rejected)
+  return verdict_of(node, proposal, token, **agreement(target, proposal, p, node, lenience))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,51 +106,34 @@ class SpeculativeSampling:
   needs: ClassVar[str] = "probs"
 
   def __call__(self, target: Array, proposal: Proposal, settings: Settings, length: Array) -> Verdict:
-    if not proposal.tree.is_chain:
-      raise ValueError(f"rule speculative_sampling takes chains, got {proposal.tree}")
-    batch, nodes = proposal.tokens.shape
-    node_ids = jnp.arange(nodes)
-    drafted = proposal.tokens[:, 1:]
-    p_drafted = jnp.take_along_axis(target[:, :-1], drafted[..., None], axis=-1)[..., 0]
-    if proposal.kind == "deterministic":
-      q_drafted = jnp.ones_like(p_drafted)
-      shared = p_drafted
-    else:
-      q = proposal.q[:, : nodes - 1]
-      q_drafted = jnp.take_along_axis(q, drafted[..., None], axis=-1)[..., 0]
-      shared = jnp.minimum(target[:, :-1], q).sum(axis=-1)
+    return _token_by_token(self, target, proposal, settings, length, 1.0)
 
-    u = sampling.uniform(
-      settings.seed, Purpose.ACCEPT, jnp.broadcast_to(length[:, None], (batch, nodes)), node_ids
-    )
-    accepts = (u[:, 1:] * q_drafted < p_drafted).astype(bool)
-    accepts = jnp.concatenate([jnp.ones((batch, 1), bool), accepts], axis=1)
-    node = deepest_accepted(accepts, proposal)
 
-    # The draft that was turned down is the one behind the last accepted node, if there was one.
-    child = jnp.minimum(node + 1, nodes - 1)[:, None]
-    rejected = (node < nodes - 1) & jnp.take_along_axis(proposal.valid, child, axis=1)[:, 0]
-    weights = jnp.take_along_axis(target, node[:, None, None], axis=1)[:, 0]
-    if nodes > 1:
-      if proposal.kind == "deterministic":
-        token = jnp.take_along_axis(proposal.tokens, child, axis=1)
-        residual = jnp.where(jnp.arange(weights.shape[-1]) == token, 0.0, weights)
-      else:
-        at = jnp.minimum(node, nodes - 2)[:, None, None]
-        residual = jnp.maximum(weights - jnp.take_along_axis(q, at, axis=1)[:, 0], 0.0)
-      redraw = (rejected & (residual.sum(axis=-1) > 0))[:, None]
-      weights = jnp.where(redraw, residual, weights)
-    u = jnp.where(
-      rejected,
-      sampling.uniform(settings.seed, Purpose.RESIDUAL, length, node),
-      sampling.uniform(settings.seed, Purpose.TARGET, length + node),
-    )
-    judged = proposal.valid[:, 1:] & (node_ids[:-1] <= node[:, None])
-    judged &= jnp.isfinite(shared)  # an unusable row of logits says nothing about agreement
-    return verdict_of(
-      node,
-      proposal,
-      sampling.draw(weights, u),
-      overlap=jnp.where(judged, shared, 0.0).sum(axis=-1),
-      judged=judged.sum(axis=-1, dtype=jnp.int32),
-    )
+@dataclasses.dataclass(frozen=True)
+class LenientSpeculativeSampling:
+  """Speculative sampling that accepts min(1, p(x) / (l q(x))): more drafts, another law.
+
+  (Leviathan et al. 2023, appendix.) The residual stays (p - q)+. The token emitted at a judged position
+  has the law min(q, p / l) + r (p - q)+ / Σ (p - q)+ with r = 1 - Σ min(q, p / l), and **no token is more
+  likely than p(x) / l**: where p <= q the second term is 0 and the first at most p / l; where p > q the
+  first is q, and r <= 1 - Σ min(q, p) = Σ (p - q)+, so the sum is at most q + (p - q) = p. For a point
+  mass q likewise. l = 1 is speculative sampling.
+
+  Attributes:
+    lenience: l, in (0, 1].
+  """
+
+  lenience: float = 1.0
+
+  name: ClassVar[str] = "lenient_speculative_sampling"
+  lossless: ClassVar[bool] = False
+  kinds: ClassVar[frozenset[str]] = ALL_KINDS
+  chains_only: ClassVar[bool] = True
+  needs: ClassVar[str] = "probs"
+
+  def __post_init__(self):
+    if not 0.0 < self.lenience <= 1.0:
+      raise ValueError(f"lenience = {self.lenience}; it must be in (0, 1]")
+
+  def __call__(self, target: Array, proposal: Proposal, settings: Settings, length: Array) -> Verdict:
+    return _token_by_token(self, target, proposal, settings, length, self.lenience)

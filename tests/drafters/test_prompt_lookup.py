@@ -1,35 +1,26 @@
 """Prompt lookup: which occurrence is copied, and what is not proposed."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specjax.base import DraftContext
 from specjax.drafters import PromptLookup
 from specjax.drafters.prompt_lookup import merge
-from specjax.sampling import Settings
+from specjax.testing import draft_context
 
 CAPACITY = 24
 
 
 @jax.jit
-def _propose(tokens, length):
-  batch = tokens.shape[0]
-  root = jnp.take_along_axis(tokens, jnp.maximum(length - 1, 0)[:, None], axis=1)[:, 0]
-  context = DraftContext(tokens, length, root, length > 0, Settings.create(1))
-  drafter = PromptLookup(window=4, min_ngram=1, max_ngram=2)
-  return drafter.propose(None, drafter.init(None, batch, CAPACITY), context, None)[0]
+def _propose(context):
+  return PromptLookup(window=4, min_ngram=1, max_ngram=2).propose(None, (), context, None)[0]
 
 
 def propose(*texts, window=None):
   """Valid drafts of each text, behind which the buffer holds rubbish that would match."""
-  tokens = np.full((len(texts), CAPACITY), 1, np.int32)
-  for row, text in enumerate(texts):
-    tokens[row, : len(text)] = text
-  proposal = _propose(tokens, np.array([len(text) for text in texts], np.int32))
+  proposal = _propose(draft_context(texts, CAPACITY, rubbish=1))
   return [
     row[1:][valid[1:]].tolist() for row, valid in zip(np.asarray(proposal.tokens), np.asarray(proposal.valid))
   ]
@@ -105,8 +96,7 @@ def test_merged_chains_are_a_trie(numbers, found):
 def test_a_tree_holds_what_followed_each_occurrence():
   """[1, 2, 9, 1, 2, 8, 1, 2]: both 9 and 8, the latest first; the chain is its first branch."""
   text = [1, 2, 9, 1, 2, 8, 1, 2]
-  tokens = np.array([text + [1] * 8], np.int32)
-  context = DraftContext(tokens, np.array([8]), np.array([2]), np.array([True]), Settings.create(1))
+  context = draft_context([text], 16, rubbish=1)
   drafter = PromptLookup(window=3, max_ngram=2, matches=4, nodes=6)
   proposal = drafter.propose(None, (), context, None)[0]
   assert proposal.tokens[0].tolist() == [2, 8, 1, 2, 9, 1]

@@ -1,14 +1,12 @@
 """Trees grown by a draft model: every child comes from its own path, and q says how."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.base import DraftContext
 from specjax.drafters import TwoModel
 from specjax.sampling import Settings
-from specjax.testing import TableTarget, chi_square, process
+from specjax.testing import TableTarget, chi_square, draft_context, process
 from specjax.tree import TokenTree
 
 VOCAB = 5
@@ -27,12 +25,7 @@ TREES = {
 
 def propose(drafter, prompts, settings, weights=DRAFT):
   """One proposal behind prompts that the draft has seen."""
-  length = np.array([len(prompt) for prompt in prompts], np.int32)
-  tokens = np.zeros((len(prompts), 16), np.int32)
-  for row, prompt in enumerate(prompts):
-    tokens[row, : len(prompt)] = prompt
-  root = tokens[np.arange(len(prompts)), length - 1]
-  context = DraftContext(*map(jnp.asarray, (tokens, length, root, length > 0)), settings)
+  context = draft_context(prompts, 16, settings=settings)
 
   @jax.jit
   def run(weights, context):

@@ -2,21 +2,26 @@
 
 import json
 import os
+import types
 
+import jax
 import numpy as np
 import pytest
+from absl import flags
+from absl.testing import flagsaver
 
+from experiments import compare_runs, measure, results, runtime, summary
 from experiments import flags as shared
-from experiments import measure, results, summary
 from experiments.compare_runs import interval
 from specjax.decode import RowResult
+from tests import contract
 
 
 def row(accepted, proposed, emitted, *, question=1, drafter="prompt_lookup", category="a", seconds=1.0):
   """A row of results with tokens to match."""
   reached = [min(a + 1, p) for a, p in zip(accepted, proposed)]  # of chains
   tokens = list(range(sum(emitted)))
-  result = RowResult(tokens, 4, "length", proposed, proposed, reached, accepted, emitted, None)
+  result = RowResult(tokens, 4, "length", proposed, proposed, reached, accepted, emitted, None, None)
   return results.make_row(
     result,
     question_id=question,
@@ -174,3 +179,76 @@ def test_foreign_directories_are_refused(opened, tmp_path):
     opened()
   with pytest.raises(ValueError, match="not a run directory"):
     results.read_run(str(tmp_path))
+
+
+# --- comparisons and times -------------------------------------------------------------------------
+
+
+def test_n5_runs_are_compared_by_ids_under_one_stop_rule():
+  """Unlike stop ids, budgets, seeds or prompts are refused by name; what is counted is identical ids.
+
+  Fails when a run that stops elsewhere looks better, or equal lengths count as equal texts.
+  """
+  fields = dict.fromkeys(compare_runs.SETTINGS_FIELDS, 0)
+  info = {"script": "spec_bench", **dict.fromkeys(compare_runs.RUN_FIELDS, 1)}
+  mine = [{**row([2], [3], [3]), "settings": fields}]
+  compare_runs.check_alike("ab", [info, info], [mine, mine])
+  for field in ("stop_ids", "max_new_tokens", "prompts_sha256"):
+    with pytest.raises(ValueError, match=f"{field} differs: 1 in a, 2 in b"):
+      compare_runs.check_alike("ab", [info, info | {field: 2}], [mine, mine])
+  other = [{**mine[0], "settings": fields | {"seed": 5}}]
+  with pytest.raises(ValueError, match="seed differs"):
+    compare_runs.check_alike("ab", [info, info], [mine, other])
+  changed = [{**mine[0], "token_ids": [0, 1, 3]}]
+  assert compare_runs.pair(mine, mine, 100)[-1] == "1 of 1"
+  assert compare_runs.pair(mine, changed, 100)[-1] == "0 of 1"
+
+
+def test_p7_times_are_of_finished_work(monkeypatch):
+  """Nothing compiles in a timed run, each time is taken behind a wait for the result, and twice the tokens
+  are twice the rounds.
+
+  Fails when the clock is read while the device still works, which makes later calls look free.
+  """
+  method = runtime.Method("none", contract.static("none", "greedy"), contract.built("none")[1])
+  job = types.SimpleNamespace(stop_ids=(), mesh=None)
+  prompts = [list(prompt) for prompt in contract.PROMPTS]
+  events, wait = [], jax.block_until_ready
+  noted = lambda event, value: (events.append(event), value)[1]
+  with flagsaver.flagsaver():
+    flags.FLAGS.unparse_flags()
+    shared.parse(["script"])
+    measure.run_timed(job, method, prompts, 6)  # warms up
+    monkeypatch.setattr(jax, "block_until_ready", lambda x: noted("wait", wait(x)))
+    clock = lambda: noted("clock", float(len(events)))
+    monkeypatch.setattr(measure, "time", types.SimpleNamespace(perf_counter=clock))
+    short, long = (measure.run_timed(job, method, prompts, budget) for budget in (6, 12))
+  assert events == ["clock", "wait", "clock", "wait", "clock"] * 2
+  assert (short.prefill_s, short.decode_s, short.compiles, long.compiles) == (2.0, 2.0, 0, 0)
+  assert (short.new_tokens, long.new_tokens) == (24, 48)
+  assert [row.rounds for row in short.rows + long.rows] == [6] * 4 + [12] * 4
+
+
+@pytest.mark.parametrize(
+  ("given", "policy"),
+  [
+    (["--temperature=0.8"], "sample"),
+    ([], "top_k"),
+    (["--temperature=0.8", "--draft_policy=top_k"], "top_k"),
+  ],
+)
+def test_l6_the_draft_policy_follows_the_flags_and_is_stated(given, policy):
+  """T = 0.8 with the default policy: drafts are sampled from q with the row's settings, the rule fits them
+  (E1 and E3 hold it to the law), and the result says which policy it was.
+
+  Fails when the draft takes settings from elsewhere, as a model's own generation config, unnoticed.
+  """
+  sizes = types.SimpleNamespace(**vars(contract.target().config), num_real_tokens=contract.VOCAB)
+  model = types.SimpleNamespace(config=sizes, model=contract.target())
+  job = types.SimpleNamespace(target=model, draft=model)
+  with flagsaver.flagsaver():
+    flags.FLAGS.unparse_flags()
+    shared.parse(["script", "--drafter=two_model", "--draft_model=x", *given])
+    method = runtime.make_method(job, "two_model", 64)
+    assert method.config.drafter.policy == policy and method.config.rule.lossless
+    assert runtime.describe_settings(job, method)["draft_policy"] == policy

@@ -73,13 +73,13 @@ def test_one_row_per_question_turn_and_method(first):
   assert all(r["accept_lengths"] == [1] * r["new_tokens"] for r in plain.values())
 
 
-def test_every_drafter_proposes(first):
+def test_p9_every_drafter_proposes(first):
   """Case P9."""
   for drafter in ("prompt_lookup", "two_model", "experiments.my_drafter:make"):
     assert sum(r["proposed"] for r in results.read_rows(first) if r["drafter"] == drafter) > 0
 
 
-def test_compiles_are_counted_and_none_is_timed(first):
+def test_o6_compiles_are_counted_and_none_is_timed(first):
   """Case O6: several prompt lengths, compile count stored."""
   info = results.read_run(first)
   assert len({r["prompt_tokens"] for r in results.read_rows(first)}) >= 3
@@ -170,7 +170,7 @@ def test_compare_prints_ratios(first, capsys):
 
 
 @pytest.mark.parametrize("drafter", ["prompt_lookup", "two_model"])
-def test_generate_streams_and_reports(models, capsys, drafter, tmp_path):
+def test_p6_generate_streams_and_reports(models, capsys, drafter, tmp_path):
   target, draft = models
   flags = [f"--draft_model={draft}"] if drafter == "two_model" else []
   output = str(tmp_path / "run")
@@ -195,7 +195,7 @@ def test_generate_samples_in_a_batch(models, capsys):
 
 
 def test_generate_marks_what_is_not_the_targets_output(models, capsys):
-  flags = [f"--model={models[0]}", "--prompt=the hen the hen", "--rule=synthetic", "--synthetic_rates=1.0"]
+  flags = [f"--model={models[0]}", "--prompt=the hen the hen", "--rule=synthetic[rates=(1.0,)]"]
   assert run_script(generate, *flags, "--max_new_tokens=8") == 0
   assert "not compared: rule synthetic does not give the target's output" in capsys.readouterr().out
 
@@ -211,7 +211,10 @@ def test_generate_marks_what_is_not_the_targets_output(models, capsys):
     (["--drafter=two_model"], "--drafter=two_model needs --draft_model"),
     (["--drafter=no.such.module:make"], "cannot be imported"),
     (["--rule=greedy", "--temperature=0.5"], "--rule=greedy needs --temperature=0"),
-    (["--synthetic_rates=0.5,2"], "synthetic_rates"),
+    (["--rule=synthetic[rates=(0.5,2)]"], "rates"),
+    (["--rule=magic"], "magic"),
+    (["--logit_bias=7"], "7"),
+    (["--min_new_tokens=9", "--max_new_tokens=8"], "--min_new_tokens=9 is more than --max_new_tokens=8"),
     (["--mesh=data"], "data:2,model:4"),
     (["--mesh=data:512"], "needs 512 devices"),
     (["--max_length=100000"], "100000"),

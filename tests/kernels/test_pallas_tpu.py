@@ -79,7 +79,7 @@ def test_bytes_read_follow_lengths_and_windows():
   assert windows[0].read < four.read / 2
 
 
-def test_every_class_has_a_tile():
+def test_d7_every_class_has_a_tile():
   """Every head size, type and number of rows, one kv head or many: some tile fits a v5e's VMEM."""
   for head_dim, dtype, rows, kv_heads in itertools.product(
     pallas_tpu.HEAD_SIZES,

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from specjax.kernels.tree_attention import IMPLEMENTATIONS, choose, tree_attention
-from tests.kernels.suite import TreeAttentionSuite
+from specjax.tree import TokenTree
+from tests.kernels.suite import TreeAttentionSuite, oracle, visible
 
 
 class TestReference(TreeAttentionSuite):
@@ -22,6 +23,34 @@ LENGTHS = np.array((0, 7), np.int32)
 def arrays(heads=4, kv_heads=2, head_dim=64, dtype=np.float32):
   cache = np.zeros((2, kv_heads, 128, head_dim), dtype)
   return np.zeros((2, 3, heads, head_dim), dtype), cache, cache
+
+
+def test_a_buffer_that_ends_inside_a_block():
+  """200 slots, blocks of 128: the last block overlaps the one before. Fails when slots count twice there."""
+  rng = np.random.default_rng(3)
+  lengths, tree = np.array((190, 100, 0), np.int32), TokenTree((-1, 0, 0, 1, 2))
+  q = rng.normal(size=(3, 5, 4, 8)).astype(np.float32)
+  k, v = (rng.normal(size=(3, 2, 200, 8)).astype(np.float32) for _ in "kv")
+  words = np.broadcast_to(tree.ancestors, (3, *tree.ancestors.shape))
+  got = tree_attention(q, k, v, lengths, words, implementation="reference")[0]
+  np.testing.assert_allclose(got, oracle(q, k, v, visible(lengths, words, 5, 200, None)), atol=1e-5)
+
+
+@pytest.mark.parametrize(("nodes", "slots"), ((4, 20), (1, 7)))
+def test_d2_queries_and_keys_of_other_lengths(nodes, slots):
+  """4 queries of 20 keys, 1 of 7: all see all, or query i the keys up to 20 - 4 + i.
+
+  Fails when a mask of nodes × nodes is laid over the first keys.
+  """
+  rng = np.random.default_rng(4)
+  q = rng.normal(size=(1, nodes, 2, 8)).astype(np.float32)
+  k, v = (rng.normal(size=(1, 1, slots, 8)).astype(np.float32) for _ in "kv")
+  lengths = np.array([slots - nodes], np.int32)
+  query, key = np.arange(nodes)[:, None], np.arange(slots)[None]
+  every = np.full((1, nodes, 1), 2**nodes - 1, np.uint32)
+  for ancestors, seen in ((every, key >= 0 * query), (None, key <= slots - nodes + query)):
+    got = tree_attention(q, k, v, lengths, ancestors, implementation="reference")[0]
+    np.testing.assert_allclose(got, oracle(q, k, v, seen[None]), atol=1e-5)
 
 
 def test_bad_shapes_are_refused():
@@ -51,7 +80,7 @@ def test_auto_takes_the_reference_where_no_run_is_recorded():
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS[2:])
-def test_a_kernel_asked_for_by_name_is_taken_or_refused(name):
+def test_d7_a_kernel_asked_for_by_name_is_taken_or_refused(name):
   """No silent fallback: what the kernel does not take raises, and says what it takes (case D7)."""
   q, k, v = arrays()
   assert choose(name, q, k).implementation == name

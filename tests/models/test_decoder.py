@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from specjax.models import DecoderConfig, Llama3RopeScaling
+from specjax.models.decoder import truncated
 from specjax.testing import tiny_config, tiny_model
 from specjax.tree import TokenTree
 
@@ -105,6 +106,28 @@ def test_taps_and_layer_ranges(model):
   np.testing.assert_allclose(second.logits, whole.logits, atol=1e-5)
   for mine, its in zip((*second.cache.k, *second.cache.v), (*whole.cache.k, *whole.cache.v)):
     np.testing.assert_allclose(mine, its, atol=1e-6)
+
+
+@pytest.mark.parametrize("tied", (True, False))
+def test_a_truncated_model_is_an_early_exit(tied):
+  """Its logits are the target's layers up to there, then norm and head; the arrays are the target's own.
+
+  Fails when a layer more or less runs, when the norm or the head is left out, or when weights are copied.
+  """
+  model = tiny_model(3, num_layers=3, tie_embeddings=tied)
+  short = truncated(model, 2)
+  tokens = jnp.asarray(TEXT[:, :6])
+  early = model(tokens, model.init_cache(1, 16), layer_range=(0, 2), logits=False).hidden
+  cache = short.init_cache(1, 16)
+  assert (
+    cache.num_layers == short.config.num_layers == 2 and model.config.num_layers == len(model.layers) == 3
+  )
+  np.testing.assert_allclose(short(tokens, cache).logits, model.unembed(model.norm(early)), atol=1e-5)
+  theirs = {id(leaf) for leaf in jax.tree.leaves(model)}
+  assert {id(leaf) for leaf in jax.tree.leaves(short)} < theirs
+  for layers in (0, 3):
+    with pytest.raises(ValueError, match=r"num_layers = \d; it must be in \[1, 2\]"):
+      truncated(model, layers)
 
 
 def test_forward_leaves_the_length_alone(model):

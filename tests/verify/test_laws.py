@@ -1,5 +1,6 @@
 """Losslessness by enumeration: the exact law of a round, integrated over all of its random numbers."""
 
+import functools
 import itertools
 
 import jax
@@ -8,19 +9,34 @@ import numpy as np
 import pytest
 
 from specjax import sampling
-from specjax.base import Proposal
+from specjax.base import ALL_KINDS, Proposal
 from specjax.sampling import Purpose, Settings
 from specjax.testing import TableTarget, fixed_noise, joint_law, process, round_law
-from specjax.tree import DynamicTree, TokenTree
+from specjax.tree import TokenTree, TreeBudget
 from specjax.verify import RULES, make_rule
 
-LOSSLESS = ("draw_and_follow", "speculative_sampling")
+CHAIN_RULES = ("speculative_sampling", "block_verification")
+TREE_RULES = ("draw_and_follow", "recursive_rejection", "traversal_verification")
+LOSSLESS = CHAIN_RULES + TREE_RULES
+KINDS = sorted(ALL_KINDS)
+VOCAB = 5
+# Laws on fewer tokens leave the others without mass, so that one compiled program serves them all.
+BUDGET = TreeBudget(6, 3)
 
 
+def pad(p):
+  return np.pad(np.asarray(p, float), (0, VOCAB - len(p)))
+
+
+@functools.cache
 def table_law(seed, vocab=3, **settings):
   """A law that depends on the whole history, processed as asked."""
   table = TableTarget.random(seed, vocab, rows=17, spread=1.5)
-  return lambda context: process(table.logits_after((1, *context)), **settings)
+  return functools.cache(lambda context: process(table.logits_after((1, *context)), **settings))
+
+
+def padded(law):
+  return functools.cache(lambda context: pad(law(tuple(min(x, 2) for x in context))))
 
 
 def constant(p):
@@ -29,41 +45,149 @@ def constant(p):
 
 def first(law):
   """Marginal of the first token of a joint law."""
-  return law.sum(axis=tuple(range(1, law.ndim)))
+  return law.tokens.sum(axis=tuple(range(1, law.tokens.ndim)))
+
+
+def point(context):
+  """All mass on one token, which the context decides."""
+  return np.eye(VOCAB)[sum(context) % 3]
+
+
+RANDOM, OTHER = padded(table_law(0)), padded(table_law(1))
+LAWS = {
+  "random": (RANDOM, OTHER),
+  "each misses some": (constant(pad([0.5, 0.3, 0.2])), constant([0.0, 0.2, 0.3, 0.5, 0.0])),
+  "disjoint": (constant(pad([0.4, 0.6])), constant([0, 0, 0.7, 0.3, 0])),
+  "equal": (RANDOM, RANDOM),
+  "ties": (constant(pad([0.25, 0.25, 0.25, 0.25])), constant(pad([0.5, 0.25, 0.25]))),
+  "certain target": (point, OTHER),
+  "certain draft": (RANDOM, point),
+  "both certain": (point, lambda context: point((1, *context[1:]))),
+  "top-k target": (padded(table_law(2, temperature=0.5, top_k=2)), padded(table_law(3))),
+  "top-p draft": (padded(table_law(2)), padded(table_law(3, temperature=0.7, top_p=0.8))),
+  "top-k both": (
+    padded(table_law(2, temperature=0.5, top_k=2)),
+    padded(table_law(3, temperature=0.5, top_k=2)),
+  ),
+  "near": (RANDOM, lambda context: 0.99 * RANDOM(context) + 0.01 * OTHER(context)),
+}
+# What a deterministic drafter says at nodes 1, 2, …, in place of a law.
+SAYS = (0, 2, 1, 1, 0)
+TWICE = (1, 1, 0, 0, 2)
+TREES = {
+  "two levels": ((-1, 0, 0, 1, 1), None),
+  "deep": ((-1, 0, 1, 0, 2), None),
+  "depth first": ((-1, 0, 1, 0, 3), None),
+  "ragged": ((-1, 0, 0, 1, 1), (1, 1, 1, 1, 0)),
+  "cut": ((-1, 0, 0, 1, 1), (1, 1, 0, 1, 1)),
+}
+# Laws that differ where no q is read; a rule that does not look at q needs one more.
+WITHOUT_Q = ("random", "ties", "certain target", "top-k target")
+LOOK_AWAY = ("draw_and_follow",)
+ON_CHAINS = [
+  (rule, kind, law)
+  for rule, kind, law in itertools.product(CHAIN_RULES, KINDS, LAWS)
+  if kind != "deterministic" or law in WITHOUT_Q
+]
+ON_TREES = [
+  (rule, kind, "two levels", law)
+  for rule, kind, law in itertools.product(TREE_RULES, KINDS, LAWS)
+  if law in WITHOUT_Q or (kind != "deterministic" and rule not in LOOK_AWAY)
+] + [
+  (rule, kind, tree, "random") for rule, kind, tree in itertools.product(TREE_RULES, KINDS, list(TREES)[1:])
+]
+
+
+def check(rule, kind, law, draft, tree, **options):
+  draft = (SAYS if draft is not TWICE else TWICE)[: len(tree) - 1] if kind == "deterministic" else draft
+  got = round_law(make_rule(rule), law, draft, TokenTree(tree), kind=kind, **options)
+  want = joint_law(law, (), got.tokens.ndim)
+  np.testing.assert_allclose(got.tokens, want, atol=1e-6)
+  assert (got.tokens[want == 0] == 0).all()
+  np.testing.assert_allclose(got.accepted.sum(), 1, atol=1e-9)
+  return got
+
+
+@pytest.mark.parametrize(("rule", "kind", "tree", "law"), ON_TREES)
+def test_a_round_over_a_tree_has_the_targets_joint_law(rule, kind, tree, law):
+  """Topologies as arrays. Fails for a wrong ratio, residual, order of siblings or row, and when two
+  draws share noise; without replacement also when Q is not renormalised or keeps the token.
+  """
+  parents, valid = TREES[tree]
+  check(rule, kind, *LAWS[law], parents, valid=valid, budget=BUDGET)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", TREE_RULES)
+def test_a_round_over_a_static_tree_has_the_targets_joint_law(rule, kind):
+  """The same with a topology of the program; siblings of a deterministic draft also repeat a token.
+
+  Fails when a token that was turned down can be accepted, or drawn, later.
+  """
+  tree = (-1, 0, 0, 0, 1)
+  check(rule, kind, table_law(4), table_law(5), tree)
+  if kind == "deterministic":
+    check(rule, kind, table_law(4), TWICE, tree)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", TREE_RULES)
+def test_five_tokens_three_siblings(rule, kind):
+  """All five tokens in play, three draws of them. Fails when a third sibling sees the first's residual."""
+  law, draft = table_law(6, 5), table_law(7, 5)
+  tree = (-1, 0, 0, 0)
+  check(rule, kind, law, draft, tree, budget=BUDGET)
+  if kind == "sampled":  # an elder sibling that was not proposed
+    check(rule, kind, law, draft, tree, valid=(1, 0, 1, 1), budget=BUDGET)
+
+
+@pytest.mark.parametrize(("rule", "kind", "law"), ON_CHAINS)
+def test_a_round_over_a_chain_has_the_targets_joint_law(rule, kind, law):
+  """Three drafts. Fails for a wrong ratio, residual, correction row or bonus row."""
+  check(rule, kind, *LAWS[law], (-1, 0, 1, 2))
+
+
+@pytest.mark.parametrize("valid", ((1, 1, 0, 0), (1, 1, 1, 0), (1, 0, 0, 0), (1, 1, 0, 1)))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", CHAIN_RULES)
+def test_a_chain_may_end_early(rule, kind, valid):
+  """Fails when γ is the width of the program, or a draft behind an invalid one is judged."""
+  check(rule, kind, RANDOM, OTHER, (-1, 0, 1, 2), valid=valid)
+
+
+def law_of(rule, law, draft, kind="sampled"):
+  """`check` over three drafts in a row, with the programs the tables compiled."""
+  options = dict(budget=BUDGET) if rule in TREE_RULES else {}
+  return check(rule, kind, law, draft, (-1, 0, 1, 2), **options)
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)
-@pytest.mark.parametrize("draft", ("sampled", "argmax", "unlikely"))
-@pytest.mark.parametrize("depth", (1, 2))
-def test_a_round_has_the_targets_joint_law(rule, draft, depth):
-  """Fails for a wrong ratio, residual, correction row or bonus row, and when two draws share noise."""
-  law, draft_law = table_law(0), table_law(1)
-  if draft != "sampled":
-    draft_law = (
-      (int(np.argmax(law(()))), 1)[:depth] if draft == "argmax" else (int(np.argmin(law(()))), 0)[:depth]
-    )
-  np.testing.assert_allclose(
-    round_law(make_rule(rule), law, draft_law, depth), joint_law(law, (), depth + 1), atol=1e-6
-  )
+def test_two_tokens(rule):
+  """V = 2, p = q at one place and not at the other. Fails when S = 0 at mass 1 is 0 / 0."""
+  law = lambda context: pad([2 / 3, 1 / 3] if sum(context) % 2 else [0.5, 0.5])
+  law_of(rule, law, constant(pad([0.5, 0.5])))
 
 
 def test_every_lossless_rule_with_probabilities_is_enumerated():
-  """A new rule must join the table above."""
-  assert {name for name, rule in RULES.items() if rule.lossless and rule.needs == "probs"} == set(LOSSLESS)
+  """A new rule must join the tables above, with every kind it takes."""
+  rules = {name: rule for name, rule in RULES.items() if rule.lossless and rule.needs == "probs"}
+  assert set(rules) == set(LOSSLESS)
+  assert {name for name, rule in rules.items() if not rule.chains_only} == set(TREE_RULES)
+  assert all(sorted(rule.kinds) == KINDS for rule in rules.values())
+  assert {(rule, kind) for rule, kind, *_ in ON_CHAINS + ON_TREES} == set(itertools.product(LOSSLESS, KINDS))
 
 
-def test_e1_q_is_the_truncated_distribution():
+@pytest.mark.parametrize("rule", LOSSLESS)
+def test_e1_q_is_the_truncated_distribution(rule):
   """A drafter that keeps its top 2 must report them as q; the raw q gives [.571, .429, 0, 0].
 
   Fails when the rule renormalises q, or reads q at another node.
   """
-  p = [0.4, 0.3, 0.2, 0.1]
-  rule = make_rule("speculative_sampling")
-  truncated = [4 / 7, 3 / 7, 0, 0]
-  np.testing.assert_allclose(first(round_law(rule, constant(p), constant(truncated), 1)), p, atol=1e-6)
+  p, truncated = pad([0.4, 0.3, 0.2, 0.1]), pad([4 / 7, 3 / 7])
+  law_of(rule, constant(p), constant(truncated))
   # The test sees the fault: drawn from the truncated q, judged by the raw one. Tokens 0 and 1 have
   # p = q and are always accepted, so their law is q's.
-  np.testing.assert_allclose(judged_by(rule, p, truncated, p), [0.571, 0.429, 0, 0], atol=1e-3)
+  np.testing.assert_allclose(judged_by(p, truncated, p), pad([0.571, 0.429]), atol=1e-3)
 
 
 def spread(noise):
@@ -76,58 +200,50 @@ def spread(noise):
   return values
 
 
-def compiled(rule):
-  """A fresh program, so that the noise in force is what it sees."""
-  return jax.jit(lambda *args: rule(*args))
+@jax.jit
+def judge_one(target, tokens, q, noise):
+  proposal = Proposal(tokens, jnp.ones_like(tokens, bool), q, tree=TokenTree.chain(1), kind="sampled")
+  cells = len(tokens)
+  with fixed_noise(spread(noise)):
+    rule = make_rule("speculative_sampling")
+    return rule(target, proposal, Settings.create(cells), jnp.ones(cells, jnp.int32))
 
 
-def chain(draft, cells, q=None):
-  """A proposal of one draft, in every cell."""
-  tokens = jnp.tile(jnp.array([(0, *draft)], jnp.int32), (cells, 1))
-  q = None if q is None else jnp.broadcast_to(jnp.asarray(q, jnp.float32), (cells, len(draft), len(q)))
-  kind = "deterministic" if q is None else "sampled"
-  return Proposal(tokens, jnp.ones_like(tokens, bool), q, tree=TokenTree.chain(len(draft)), kind=kind)
+def judged_by(p, drawn_from, reported, *, shared=False):
+  """Law of a token by speculative sampling when a draft comes from one q and another is reported.
 
-
-def judged_by(rule, p, drawn_from, reported, *, shared=False):
-  """Law of one emitted token when a draft is drawn from one q and another is reported (grid of noise).
-
-  ``shared`` gives acceptance and residual the same number.
+  Over a grid of noise; ``shared`` gives acceptance and residual the same number.
   """
-  grid = (np.arange(60) + 0.5) / 60
+  grid = (np.arange(60, dtype=np.float32) + 0.5) / 60
   u, w = (x.ravel() for x in np.meshgrid(grid, grid))
   u = w if shared else u
-  cells = u.size
-  target = jnp.broadcast_to(jnp.asarray([p, p], jnp.float32), (cells, 2, len(p)))
+  row = lambda values: np.broadcast_to(np.asarray(values, np.float32), (u.size, 1, len(p)))
   law = np.zeros(len(p))
   for x, share in enumerate(drawn_from):
-    with fixed_noise(spread({Purpose.ACCEPT: u, Purpose.RESIDUAL: w, Purpose.TARGET: w})):
-      verdict = rule(
-        target, chain((x,), u.size, reported), Settings.create(u.size), jnp.ones(u.size, jnp.int32)
-      )
+    tokens = np.broadcast_to(np.array([0, x], np.int32), (u.size, 2))
+    noise = {Purpose.ACCEPT: u, Purpose.RESIDUAL: w, Purpose.TARGET: w}
+    verdict = judge_one(np.repeat(row(p), 2, axis=1), tokens, row(reported), noise)
     emitted = np.where(verdict.accepted == 1, x, verdict.next_token)
-    law += share * np.bincount(emitted, minlength=len(p)) / cells
+    law += share * np.bincount(emitted, minlength=len(p)) / u.size
   return law
 
 
-def test_e2_replacements_come_from_the_residual():
+@pytest.mark.parametrize("rule", LOSSLESS)
+def test_e2_replacements_come_from_the_residual(rule):
   """p = [.5, .3, .2], q = [.2, .3, .5]: a replacement is always token 0. Fails for any other normaliser."""
-  p, q = [0.5, 0.3, 0.2], [0.2, 0.3, 0.5]
+  p, q = pad([0.5, 0.3, 0.2]), pad([0.2, 0.3, 0.5])
   # Draft 2 is accepted with .4; rejected ones must all become 0.
-  law = judged_by(make_rule("speculative_sampling"), p, [0, 0, 1], q)
-  np.testing.assert_allclose(law, [0.6, 0.0, 0.4], atol=0.01)
-  np.testing.assert_allclose(
-    first(round_law(make_rule("speculative_sampling"), constant(p), constant(q), 1)), p, atol=1e-6
-  )
+  np.testing.assert_allclose(judged_by(p, pad([0, 0, 1]), q), pad([0.6, 0.0, 0.4]), atol=0.01)
+  law_of(rule, constant(p), constant(q))
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)
 def test_e3_an_argmax_draft_has_a_point_mass_q(rule):
   """p = [.1, .6, .3], draft = argmax of [.3, .2, .5]. Soft q would give [0, .4, .6]."""
-  p = [0.1, 0.6, 0.3]
-  np.testing.assert_allclose(first(round_law(make_rule(rule), constant(p), (2,), 1)), p, atol=1e-6)
-  soft = judged_by(make_rule("speculative_sampling"), p, [0, 0, 1], [0.3, 0.2, 0.5])
-  np.testing.assert_allclose(soft, [0.0, 0.4, 0.6], atol=0.01)  # the fault, seen by the same ruler
+  p = pad([0.1, 0.6, 0.3])
+  law_of(rule, constant(p), None, "deterministic")
+  soft = judged_by(p, pad([0, 0, 1]), pad([0.3, 0.2, 0.5]))
+  np.testing.assert_allclose(soft, pad([0.0, 0.4, 0.6]), atol=0.01)  # the fault, seen by the same ruler
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)
@@ -138,7 +254,8 @@ def test_e5_processed_alike_on_both_sides(rule):
   """
   settings = dict(temperature=0.5, top_k=2)
   law, draft = table_law(2, 4, **settings), table_law(3, 4, **settings)
-  got = round_law(make_rule(rule), law, draft, 1)
+  wide = lambda law: lambda context: pad(law(tuple(min(x, 3) for x in context)))
+  got = law_of(rule, wide(law), wide(draft)).tokens[:4, :4].sum(axis=(2, 3))
   want = joint_law(law, (), 2)
   np.testing.assert_allclose(got, want, atol=1e-6)
   assert (got[want == 0] == 0).all() and (want == 0).sum() == 12
@@ -146,9 +263,9 @@ def test_e5_processed_alike_on_both_sides(rule):
 
 @pytest.mark.parametrize("rule", LOSSLESS)
 def test_e7_a_deterministic_draft_is_accepted_with_its_probability(rule):
-  """p = [.51, .49], the draft always says 0: accepted with .51, otherwise token 1."""
-  p = [0.51, 0.49]
-  np.testing.assert_allclose(first(round_law(make_rule(rule), constant(p), (0,), 1)), p, atol=1e-6)
+  """p = [.51, .49], the drafts say 0, 2, 1: accepted with .51 and no further, otherwise token 1."""
+  got = law_of(rule, constant(pad([0.51, 0.49])), None, "deterministic")
+  np.testing.assert_allclose(got.accepted, [0.49, 0.51, 0, 0], atol=1e-6)
 
 
 def test_f1_accept_and_residual_noise_are_independent():
@@ -157,89 +274,57 @@ def test_f1_accept_and_residual_noise_are_independent():
   The enumeration sees sharing: residual draws that reuse the acceptance noise change the law by .02, and
   (in `tests/decode/test_law.py`) drafts that do by .05.
   """
-  p, q = [0.1, 0.5, 0.4], [0.6, 0.1, 0.3]
-  rule = make_rule("speculative_sampling")
-  np.testing.assert_allclose(first(round_law(rule, constant(p), constant(q), 1)), p, atol=1e-6)
-  np.testing.assert_allclose(judged_by(rule, p, q, q), p, atol=0.01)
-  assert abs(judged_by(rule, p, q, q, shared=True) - p).max() > 0.015
+  p, q = pad([0.1, 0.5, 0.4]), pad([0.6, 0.1, 0.3])
+  for rule in LOSSLESS:
+    law_of(rule, constant(p), constant(q))
+  np.testing.assert_allclose(judged_by(p, q, q), p, atol=0.01)
+  assert abs(judged_by(p, q, q, shared=True) - p).max() > 0.015
+
+
+@functools.cache
+def chain_judge(rule):
+  """Compiled: three deterministic drafts in 64 rows, noise by the row's number as its seed."""
+
+  def judge(target, tokens, valid, length):
+    wide = lambda x: jnp.broadcast_to(x, (64, *x.shape))
+    tokens = wide(tokens)
+    proposal = Proposal(tokens, wide(valid), None, tree=TokenTree.chain(3), kind="deterministic")
+    settings = Settings.create(64, temperature=1.0, seed=range(64))
+    return make_rule(rule)(wide(target), proposal, settings, jnp.full(64, length))
+
+  return jax.jit(judge)
+
+
+@pytest.mark.parametrize("drafts", (0, 1, 3))
+@pytest.mark.parametrize("rule", LOSSLESS)
+def test_the_bonus_is_plains_draw_at_its_position(rule, drafts):
+  """All drafts accepted: the next token is the target's draw with the noise of its absolute position.
+
+  So is the token of a round without drafts. Fails when the bonus is keyed by the round's start, or a
+  draft that is not valid counts as rejected.
+  """
+  said, length = (2, 1, 2), 9
+  p = np.zeros((4, 3), np.float32)
+  p[np.arange(3), said] = 1
+  p[drafts:] = [0.3, 0.3, 0.4]
+  verdict = chain_judge(rule)(p, np.array((0, *said)), np.arange(4) <= drafts, length)
+  at = jnp.full(64, length + drafts)
+  u = sampling.uniform(jnp.arange(64, dtype=jnp.uint32), Purpose.TARGET, at)
+  assert (verdict.accepted == drafts).all()
+  np.testing.assert_array_equal(verdict.next_token, sampling.draw(jnp.tile(p[-1], (64, 1)), u))
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)
-@pytest.mark.parametrize("q", (None, (0.0, 0.0, 1.0)))
-def test_invalid_drafts_leave_the_law_alone(rule, q):
-  """Nothing proposed at depth 1 (so nothing at 2): a plain draw. Fails when validity is ignored."""
-  p = np.array([0.2, 0.5, 0.3], np.float32)
-  u = (np.arange(50) + 0.5) / 50
-  proposal = chain((2, 1), 50, q)
-  proposal = proposal.replace(valid=proposal.valid.at[:, 1].set(False))
-  target = jnp.broadcast_to(p, (50, 3, 3))
-  zero = np.zeros(50)
-  with fixed_noise(spread({Purpose.TARGET: u, Purpose.ACCEPT: zero, Purpose.RESIDUAL: zero})):
-    verdict = compiled(make_rule(rule))(target, proposal, Settings.create(50), jnp.ones(50, jnp.int32))
-  assert (verdict.accepted == 0).all()
-  np.testing.assert_allclose(np.bincount(verdict.next_token, minlength=3) / 50, p, atol=1e-6)
-
-
-@pytest.mark.parametrize("dynamic", (False, True))
-def test_draw_and_follow_on_a_tree_has_the_targets_law(dynamic):
-  """A branching draft: each path is followed where the target's own draws lead. Law of three tokens.
-
-  Fails when a node's choice is read at its own row instead of its parent's, or noise goes by node.
-  """
-  law = table_law(4)
-  tree = TokenTree((-1, 0, 0, 1, 2, 2))
-  drafts = (0, 0, 2, 1, 0, 2)  # root; 0 and 2; 0→1; 2→0 and 2→2
-  contexts = [tuple(drafts[i] for i in path[1 : tree.depths[n] + 1]) for n, path in enumerate(tree.paths)]
-  target = np.stack([law(c) for c in contexts])
-  cuts = [
-    np.unique(np.concatenate([[0], *[np.cumsum(law(c)) for c in contexts if len(c) == d]])) for d in range(3)
-  ]
-  cuts = [np.append(c[c < 1 - 1e-12], 1.0) for c in cuts]
-  u = np.stack(np.meshgrid(*[(c[1:] + c[:-1]) / 2 for c in cuts], indexing="ij"), -1).reshape(-1, 3)
-  mass = np.stack(np.meshgrid(*map(np.diff, cuts), indexing="ij"), -1).reshape(-1, 3).prod(1)
-  noise = jnp.asarray(u, jnp.float32)
-  values = lambda purpose, position, node: jnp.take_along_axis(noise, position - 5, axis=1)
-  tokens = jnp.tile(jnp.array([drafts], jnp.int32), (len(u), 1))
-  if dynamic:  # the same topology as an array a row
-    tree = DynamicTree.from_parents(jnp.tile(jnp.array([tree.parents], jnp.int32), (len(u), 1)), 2)
-  proposal = Proposal(tokens, jnp.ones_like(tokens, bool), None, tree=tree, kind="deterministic")
-  with fixed_noise(values):
-    verdict = compiled(make_rule("draw_and_follow"))(
-      jnp.broadcast_to(jnp.asarray(target, jnp.float32), (len(u), *target.shape)),
-      proposal,
-      Settings.create(len(u), temperature=1.0),
-      jnp.full(len(u), 5, jnp.int32),
-    )
-  got = np.zeros((3, 3, 3))
-  for row in range(len(u)):
-    a = int(verdict.accepted[row])
-    block = (*(drafts[int(n)] for n in verdict.path[row][1 : a + 1]), int(verdict.next_token[row]))
-    got[block] += mass[row] * joint_law(lambda tail, block=block: law(block + tail), (), 3 - len(block))
-  np.testing.assert_allclose(got, joint_law(law, (), 3), atol=1e-6)
-  assert len(set(np.asarray(verdict.accepted).tolist())) == 3
-
-
-@pytest.mark.parametrize("drafts", ((), (1,), (2, 1)))
-def test_the_bonus_is_plains_draw_at_its_position(drafts):
-  """All drafts accepted: the next token is the target's draw with the noise of its absolute position.
-
-  So is the token of a round without drafts. Fails when the bonus is keyed by the round's start.
-  """
-  rows, length = 64, 9
-  p = np.zeros((len(drafts) + 1, 3), np.float32)
-  p[np.arange(len(drafts)), drafts] = 1
-  p[-1] = [0.3, 0.3, 0.4]
-  settings = Settings.create(rows, temperature=1.0, seed=range(rows))
-  proposal = chain(drafts, rows)
-  verdict = compiled(make_rule("speculative_sampling"))(
-    jnp.broadcast_to(p, (rows, *p.shape)), proposal, settings, jnp.full(rows, length)
+def test_e9_the_correction_is_read_at_the_rejected_drafts_parent(rule):
+  """Row j of the target says j; drafts [0, 2, 2] → exactly [0, 1]. Fails for row j + 1."""
+  tokens = np.array([2, 0, 2, 2])
+  verdict = chain_judge(rule)(np.eye(4, 3, dtype=np.float32), tokens, np.ones(4, bool), 1)
+  assert (verdict.accepted == 1).all() and (verdict.next_token == 1).all()
+  proposal = Proposal(
+    tokens[None], np.ones((1, 4), bool), None, tree=TokenTree.chain(3), kind="deterministic"
   )
-  at = jnp.full(rows, length + len(drafts))
-  want = sampling.draw(
-    jnp.broadcast_to(p[-1], (rows, 3)), sampling.uniform(settings.seed, Purpose.TARGET, at)
-  )
-  assert (verdict.accepted == len(drafts)).all()
-  np.testing.assert_array_equal(verdict.next_token, want)
+  greedy = make_rule("greedy")(jnp.arange(4)[None], proposal, Settings.create(1), jnp.array([1]))
+  assert (int(greedy.accepted[0]), int(greedy.next_token[0])) == (1, 1)
 
 
 def test_synthetic_is_marked():
@@ -257,29 +342,21 @@ def test_synthetic_is_marked():
       make_rule("synthetic", rates=bad)
 
 
-def test_unknown_rules_and_wrong_kinds_are_refused():
+def test_unknown_rules_wrong_kinds_and_trees_are_refused():
+  """Fails when a rule judges what its proof does not cover."""
   with pytest.raises(ValueError, match="greedly"):
     make_rule("greedly")
-  tree = TokenTree((-1, 0, 0))
   tokens = jnp.zeros((1, 3), jnp.int32)
-  proposal = Proposal(tokens, jnp.ones_like(tokens, bool), None, tree=tree, kind="deterministic")
-  with pytest.raises(ValueError, match="chains"):
-    make_rule("speculative_sampling")(jnp.ones((1, 3, 2)) / 2, proposal, Settings.create(1), jnp.ones(1, int))
-
-
-def test_e9_the_correction_is_read_at_the_rejected_drafts_parent():
-  """Row j of the target says 10 + j; draft [10, 99, 12] → exactly [10, 11]. Fails for row j + 1."""
-  tokens = jnp.array([[5, 10, 99, 12]], jnp.int32)
-  proposal = Proposal(
-    tokens, jnp.ones_like(tokens, bool), None, tree=TokenTree.chain(3), kind="deterministic"
-  )
-  said = jnp.array([[10, 11, 12, 13]], jnp.int32)
-  greedy = compiled(make_rule("greedy"))(said, proposal, Settings.create(1), jnp.array([1]))
-  assert (int(greedy.accepted[0]), int(greedy.next_token[0])) == (1, 11)
-  probs = jnp.eye(128)[said]
-  for name in LOSSLESS:
-    verdict = compiled(make_rule(name))(probs, proposal, Settings.create(1, temperature=1.0), jnp.array([1]))
-    assert (int(verdict.accepted[0]), int(verdict.next_token[0])) == (1, 11)
+  proposal = lambda **how: Proposal(tokens, jnp.ones_like(tokens, bool), jnp.ones((1, 3, 2)) / 2, **how)
+  chain, tree = TokenTree.chain(2), TokenTree((-1, 0, 0))
+  judge = lambda rule, proposal: rule(jnp.ones((1, 3, 2)) / 2, proposal, Settings.create(1), jnp.ones(1, int))
+  for name, kind in RULES.items():
+    if kind.needs == "probs" and name != "draw_and_follow":  # which takes anything
+      with pytest.raises(ValueError, match=f"{name}.*proposals.*guessed"):
+        judge(make_rule(name), proposal(tree=chain, kind="guessed"))
+    if kind.chains_only:
+      with pytest.raises(ValueError, match=f"{name} takes chains"):
+        judge(make_rule(name), proposal(tree=tree, kind="sampled"))
 
 
 def test_process_oracle_against_hand_numbers():
