@@ -23,7 +23,18 @@ SAMPLES = flags.DEFINE_integer("bootstrap_samples", 2000, "Resamples of the ques
 
 # What must agree for two runs to be comparable: fields of run.json and of each row's settings.
 RUN_FIELDS = ("model", "dtype", "prompts_sha256", "stop_ids", "max_new_tokens", "length_limit")
-SETTINGS_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seed")
+SETTINGS_FIELDS = (
+  "temperature",
+  "top_k",
+  "top_p",
+  "min_p",
+  "seed",
+  "repetition_penalty",
+  "presence_penalty",
+  "frequency_penalty",
+  "logit_bias",
+  "min_new_tokens",
+)
 
 
 def check_alike(paths: Sequence[str], runs: Sequence[dict[str, Any]], rows: Sequence[list[Row]]) -> None:

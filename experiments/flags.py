@@ -41,7 +41,7 @@ RULE = flags.DEFINE_string(
   "rule",
   "auto",
   f"Acceptance rule: auto or one of {', '.join(RULES)}; options in brackets: "
-  "typical_acceptance[epsilon=0.3,delta=0.09], synthetic[rates=(0.8,0.6)]. auto: greedy at temperature 0; "
+  "typical_acceptance[epsilon=0.09,delta=0.3], synthetic[rates=(0.8,0.6)]. auto: greedy at temperature 0; "
   "otherwise draw_and_follow for deterministic drafts, block_verification for sampled chains and "
   "traversal_verification for sampled trees.",
 )
@@ -180,6 +180,9 @@ flags.register_validator(
   "window", lambda w: w is None or 0 <= w < MAX_NODES, f"it must be in [0, {MAX_NODES - 1}]"
 )
 flags.register_validator("rule", _is_rule)
+for _name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+  # A comparison with a bound says nothing about NaN.
+  flags.register_validator(_name, lambda value: value == value, "it must be a number")
 flags.register_validator("logit_bias", _is_bias)
 flags.register_validator("mesh", _mesh_ok)
 flags.register_multi_flags_validator(

@@ -18,6 +18,7 @@ from experiments import flags as shared
 from specjax import text
 from specjax.decode import RowResult
 from specjax.drafters import parse_drafter
+from specjax.verify import describe
 
 # Copying is what prompt lookup is good at, and what a small model is good at.
 DEFAULT_PROMPT = """Copy the following text, word by word, without any changes:
@@ -129,7 +130,7 @@ def report(
   print(f"accepted a round  {accept_histogram(rows)}")
   print(f"identical         {_identical(job, methods[1], plain[0].rows, rows, prompt)}")
   print(
-    f"settings          {names[1]}, window {methods[1].window}, rule {methods[1].config.rule.name}, "
+    f"settings          {names[1]}, window {methods[1].window}, rule {describe(methods[1].config.rule)}, "
     f"{shared.DTYPE.value}, temperature {shared.TEMPERATURE.value:g}, prompt of {len(prompt)} tokens, "
     f"batch {len(rows)}, {len(plain)} timed run(s) each"
   )
@@ -208,7 +209,7 @@ def main(_: list[str]) -> None:
               turn=0,
               category="prompt",
               drafter=method.name,
-              rule=method.config.rule.name,
+              rule=describe(method.config.rule),
               settings=runtime.describe_settings(job, method),
               prefill_s=timed.prefill_s / batch,
               decode_s=timed.decode_s / batch,

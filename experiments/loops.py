@@ -191,15 +191,18 @@ def accept(
 ) -> DecodeState:
   """Rule, stops and commit alone, of the same round each turn."""
 
-  def turn(_, state):
-    told = verification.replace(logits=verification.logits + _never(state.length))
-    after = decode.accept_step(weights, state, proposal, told, config)
-    return after.replace(
+  def turn(_, carry):
+    state, logits = carry
+    # One entry, in place: a sum over all of them would be a pass that decoding does not make.
+    logits = logits.at[:, :1, :1].add(_never(state.length))
+    after = decode.accept_step(weights, state, proposal, verification.replace(logits=logits), config)
+    after = after.replace(
       length=state.length + _never(after.length, after.finish, after.tokens),
       finish=state.finish,
       cache=after.cache.replace(length=state.cache.length),
       drafter=_with_caches_of(after.drafter, state.drafter),
       log=after.log.replace(rounds=jnp.zeros_like(state.log.rounds)),
     )
+    return after, logits
 
-  return jax.lax.fori_loop(0, rounds, turn, state)
+  return jax.lax.fori_loop(0, rounds, turn, (state, verification.logits))[0]

@@ -20,6 +20,7 @@ from experiments.runtime import Job, Method, make_settings
 from specjax import decode
 from specjax.decode import DecodeState, RowResult
 from specjax.models import Decoder
+from specjax.sampling import Settings
 
 # Below this share of the logit scale two tokens count as tied: float32 sums taken in another order differ.
 TIE = 1e-4
@@ -66,13 +67,15 @@ class Timed:
     return sum(len(row.tokens) for row in self.rows)
 
 
-def prefill(job: Job, method: Method, prompts, max_new_tokens) -> DecodeState:
-  """Prefills a batch with the settings of the flags."""
+def prefill(
+  job: Job, method: Method, prompts, max_new_tokens, settings: Settings | None = None
+) -> DecodeState:
+  """Prefills a batch, with the settings of the flags unless others are given."""
   return decode.prefill(
     method.weights,
     method.config,
     prompts,
-    settings=make_settings(len(prompts)),
+    settings=make_settings(len(prompts), max_new_tokens) if settings is None else settings,
     max_new_tokens=max_new_tokens,
     stop_ids=job.stop_ids,
     mesh=job.mesh,
@@ -108,7 +111,7 @@ def compile_method(job: Job, method: Method, prompt_lengths: Sequence[int], batc
     if length != shortest and chunks <= covered:
       continue
     covered |= chunks
-    state = prefill(job, method, [[0] * length] * batch, 1)
+    state = prefill(job, method, [[0] * length] * batch, 1, Settings.create(batch))
   jax.block_until_ready(decode.generate(method.weights, state, method.config, 0))
   return time.perf_counter() - began
 

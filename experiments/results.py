@@ -228,7 +228,7 @@ def make_row(
   ``proposed`` counts nodes, ``proposed_depth`` the deepest of each round, ``accept_counts[a]`` rounds that
   accepted a drafts, ``reach_counts[d - 1]`` rounds that reached depth d. ``accept_lengths`` are tokens
   emitted a round, bonus included; their sum is ``new_tokens``. ``overlap`` is the mean Σ min(p, q) over
-  judged positions, null where it is not known; ``mean_logprob`` that of the new tokens, as --logprobs says.
+  judged drafts, null where it is not known; ``mean_logprob`` that of the new tokens, as --logprobs says.
   Seconds are the row's share of its batch.
   """
   logprobs = result.logprobs or []

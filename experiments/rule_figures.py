@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from experiments import results
+from specjax import options
 from specjax.base import Rule
-from specjax.drafters import parse_drafter
 from specjax.verify import RULES
 
 # A rule, and what it is compared with where both take a proposal.
@@ -112,19 +112,21 @@ def rule_table(rows: Sequence[Row], temperature: float, proposals: Sequence[str]
 
 
 def lossy_points(rows: Sequence[Row], temperature: float) -> dict[str, dict[str, tuple[float, float | None]]]:
-  """Mean and error of each figure by rule with its options; first the lossless rules on the same chain."""
+  """Mean and error of each figure by rule with its options; first lossless ones on the same chain."""
   chain = next((row["proposal"] for row in rows if "divergence" in row), None)
   where = dict(temperature=temperature, proposal=chain)
   rows = [row for row in rows if where.items() <= row.items()]
-  rules = list(dict.fromkeys(row["rule"] for row in rows))
+  lossy = [rule for rule in dict.fromkeys(row["rule"] for row in rows) if "[" in rule]
   points = {}
-  for rule in sorted(rules, key=lambda rule: "[" in rule):  # stable: the others in the order they ran
+  for rule in (*reversed(PAIRS[0]), *lossy) if lossy else ():
     mine = [row for row in rows if row["rule"] == rule]
+    names = {"tokens": "tokens", "divergence": "divergence", "surprise": "surprise"}
+    if "[" not in rule:  # the law is the target's own
+      names |= {"divergence": None, "surprise": "own_surprise"}
     figures = {
-      name: [row[name] for row in mine if name in row] for name in ("tokens", "divergence", "surprise")
+      name: [row[field] if field else 0.0 for row in mine if field is None or field in row]
+      for name, field in names.items()
     }
-    if not figures["divergence"]:  # the target's own law
-      figures |= {"divergence": [0.0 for _ in mine], "surprise": [r["own_surprise"] for r in mine]}
     points[rule] = {name: mean_and_error(values) for name, values in figures.items() if values}
   return points
 
@@ -179,24 +181,27 @@ def plot(rows: Sequence[Row], path: str) -> None:
   for axes, temperature in zip(all_axes[0], temperatures, strict=True):
     curves: dict[str, list[tuple[float, float, str]]] = {}
     for rule, figures in lossy_points(rows, temperature).items():
-      name, options = parse_drafter(rule)
-      value = next((f"{value:g}" for value in options.values()), "")
+      name, settings = options.parse("rule", rule)
+      value = next((f"{value:g}" for value in settings.values()), "")
       point = figures["divergence"][0], figures["tokens"][0], value
       curves.setdefault(name, []).append(point)
     for name, points in curves.items():
-      lossy = len(points[0][2]) > 0
-      if lossy or name in PAIRS[0]:
-        points = sorted(points)
-        x, y, names = zip(*points, strict=True)
-        symbol = ("l" if "lenient" in name else "ε") if lossy else ""
-        axes.plot(x, y, marker="o" if lossy else "*", linestyle="-" if lossy else "", label=name)
-        for at, value in zip(zip(x, y, strict=True), names, strict=True):
-          text_ = f"{symbol} = {value}" if lossy else ""
-          axes.annotate(text_, at, textcoords="offset points", xytext=(6, -11), fontsize=8)
+      if name == "speculative_sampling":  # lenience 1
+        continue
+      lossy = name != "block_verification"
+      x, y, values = zip(*points, strict=True)
+      axes.plot(x, y, "o-" if lossy else "*", markersize=5 if lossy else 11, label=name)
+      symbol = "l" if name.startswith("lenient") else "ε"
+      for point, value in zip(zip(x, y, strict=True), values, strict=True):
+        said = f"{symbol} = {value}" if lossy else ""
+        axes.annotate(said, point, textcoords="offset points", xytext=(7, -10), fontsize=8)
+    axes.margins(x=0.2, y=0.1)
     axes.set_title(f"temperature {temperature:g}")
     axes.set_xlabel("KL(law of the first token ‖ target), nats")
     axes.grid(alpha=0.3)
   all_axes[0][0].set_ylabel("tokens a round")
-  all_axes[0][-1].legend(fontsize=8)
+  figure.legend(
+    *all_axes[0][0].get_legend_handles_labels(), loc="upper center", ncols=3, bbox_to_anchor=(0.5, 0)
+  )
   figure.savefig(path, dpi=150, bbox_inches="tight")
   plt.close(figure)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from experiments import flags as shared
 from specjax.base import Drafter, Rule
@@ -211,8 +212,9 @@ def attention(job: Job, method: Method) -> Choice:
   return choose(method.config.implementation, q, k)
 
 
-def make_settings(batch: int) -> Settings:
-  """Sampling settings of the flags; row b has seed + b."""
+def make_settings(batch: int, budgets: int | Sequence[int] | None = None) -> Settings:
+  """Sampling settings of the flags; row b has seed + b. Least lengths end at the rows' budgets."""
+  least = shared.MIN_NEW_TOKENS.value
   return Settings.create(
     batch,
     temperature=shared.TEMPERATURE.value,
@@ -222,7 +224,7 @@ def make_settings(batch: int) -> Settings:
     repetition_penalty=shared.REPETITION_PENALTY.value,
     presence_penalty=shared.PRESENCE_PENALTY.value,
     frequency_penalty=shared.FREQUENCY_PENALTY.value,
-    min_new_tokens=shared.MIN_NEW_TOKENS.value,
+    min_new_tokens=least if budgets is None else np.minimum(least, budgets),
     logit_bias=shared.logit_bias(shared.LOGIT_BIAS.value),
     seed=[shared.SEED.value + row for row in range(batch)],
   )
@@ -233,6 +235,7 @@ def describe_settings(job: Job, method: Method) -> dict:
   return {
     "window": method.window,
     "nodes": method.config.drafter.tree.num_nodes,
+    "draft_policy": getattr(method.config.drafter, "policy", None),
     "attention": attention(job, method).implementation,
     "temperature": shared.TEMPERATURE.value,
     "top_k": shared.TOP_K.value,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,8 @@ from absl import flags
 
 from experiments import flags as shared
 from experiments import measure, questions, results, runtime, summary
-from specjax import text
+from specjax import options, text
+from specjax.verify import describe
 
 TURNS = flags.DEFINE_enum("turns", "first", ["first", "all"], "Turns of each question to answer.")
 DRAFTERS = flags.DEFINE_string(
@@ -38,9 +38,8 @@ _SLACK = 16
 
 def drafter_names() -> list[str]:
   """Methods in order, the baseline first, none twice."""
-  # Commas inside brackets part options, not methods.
-  names = re.split(r",(?![^\[]*\])", DRAFTERS.value or shared.DRAFTER.value)
-  return list(dict.fromkeys([summary.BASELINE, *(name.strip() for name in names)]))
+  names = options.split(DRAFTERS.value or shared.DRAFTER.value)
+  return list(dict.fromkeys([summary.BASELINE, *names]))
 
 
 class Bench:
@@ -55,8 +54,11 @@ class Bench:
     needed = {question.question_id: self._needed(question) for question in asked}
     limit = runtime.length_limit(job, max(needed.values()))
     for question_id, tokens in needed.items():
-      if tokens - self.budget >= limit:
-        raise ValueError(f"question {question_id} needs {tokens} tokens; the length limit is {limit}")
+      least = max(shared.MIN_NEW_TOKENS.value, 1)
+      if tokens - self.budget + least > limit:
+        raise ValueError(
+          f"question {question_id} needs {tokens - self.budget + least} tokens; the length limit is {limit}"
+        )
     self.shortest = min(len(self.prompt(question, 0)) for question in asked)
     self.longest = min(max(needed.values()) - self.budget, limit)
     self.methods = [runtime.make_method(job, name, limit) for name in drafter_names()]
@@ -142,7 +144,7 @@ class Bench:
         turn=turn,
         category=question.category,
         drafter=method.name,
-        rule=method.config.rule.name,
+        rule=describe(method.config.rule),
         settings=runtime.describe_settings(self.job, method),
         prefill_s=prefill_s,
         decode_s=decode_s,

@@ -99,9 +99,9 @@ class Verdict:
     path: int32 ``[B, G + 1]``, accepted nodes, root first; entries past ``accepted`` are 0.
     accepted: int32 ``[B]``, drafts accepted, 0 … G.
     next_token: int32 ``[B]``, the replacement for the first rejected draft, or the bonus token.
-    overlap: float32 ``[B]``, Σ over judged positions of Σ_x min(p, q), the expected acceptance there;
-      0 where q is not known.
-    judged: int32 ``[B]``, positions in that sum.
+    overlap: float32 ``[B]``, Σ over judged drafts of Σ_x min(p, q), the expected acceptance there, with p
+      and q as they are once elder siblings were turned down; 0 where it is not known.
+    judged: int32 ``[B]``, drafts in that sum.
   """
 
   path: Array

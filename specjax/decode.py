@@ -12,10 +12,9 @@ a state donates it.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import flax.struct
 import jax
@@ -24,10 +23,20 @@ import numpy as np
 
 from specjax import cache as kv
 from specjax import processors, sampling
-from specjax.base import Committed, DraftContext, Drafter, Proposal, Rule, Verdict, Weights
+from specjax.base import Committed, DraftContext, Proposal, Verdict, Weights
 from specjax.processors import History, Processed
 from specjax.results import Finish, RoundLog, RowResult, results
 from specjax.sampling import Settings
+from specjax.state import (
+  MAX_STOP_IDS,
+  DecodeConfig,
+  DecodeState,
+  init_state,
+  insert,
+  insert_row,
+  shard_state,
+  state_shardings,
+)
 from specjax.tree import TokenTree
 
 __all__ = [
@@ -47,9 +56,11 @@ __all__ = [
   "init_state",
   "insert",
   "insert_row",
+  "judged_nodes",
   "prefill",
   "prefill_chunk",
   "prefill_chunks",
+  "process_nodes",
   "results",
   "run_rounds",
   "shard_state",
@@ -59,86 +70,7 @@ __all__ = [
 
 Array = jax.Array
 
-MAX_STOP_IDS = 8
 ALL_ROUNDS = np.iinfo(np.int32).max
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeConfig:
-  """What is static about decoding: a new value compiles a new program.
-
-  Attributes:
-    drafter: how to propose.
-    rule: how to accept.
-    num_real_tokens: ids below are real; the rest of the target's vocabulary is padding.
-    length_limit: most tokens of a row, prompt included.
-    prefill_widths: chunk widths of the prefill, ascending; each compiles once. The widest is the chunk
-      of long prompts.
-    implementation: of `kernels.tree_attention`.
-    plain_rounds: a round in which no row proposes anything runs the target over the roots alone. Worth a
-      second copy of the target in the program where a drafter often has nothing to say.
-    logprobs: of emitted tokens: under the ``processed`` distribution (a greedy row's is a point mass: 0),
-      under the ``raw`` one (softmax of the target's own logits, a pass over the vocabulary more), or ``off``.
-  """
-
-  drafter: Drafter
-  rule: Rule
-  num_real_tokens: int
-  length_limit: int
-  prefill_widths: tuple[int, ...] = (16, 64, 128, 256)
-  implementation: str = "auto"
-  plain_rounds: bool = False
-  logprobs: Literal["processed", "raw", "off"] = "processed"
-
-  def __post_init__(self):
-    if self.drafter.kind not in self.rule.kinds:
-      raise ValueError(
-        f"rule {self.rule.name} takes {sorted(self.rule.kinds)} proposals; "
-        f"drafter {self.drafter.name} makes {self.drafter.kind} ones"
-      )
-    if self.rule.chains_only and not self.drafter.tree.is_chain:
-      raise ValueError(f"rule {self.rule.name} takes chains; drafter {self.drafter.name} proposes a tree")
-    if self.logprobs not in ("processed", "raw", "off"):
-      raise ValueError(f"logprobs = {self.logprobs!r}; it must be processed, raw or off")
-    if self.length_limit < 2:
-      raise ValueError(f"length_limit = {self.length_limit}; it must be at least 2")
-    widths = self.prefill_widths
-    if not widths or widths[0] < 1 or list(widths) != sorted(set(widths)) or kv.SLOT_MULTIPLE % widths[0]:
-      raise ValueError(
-        f"prefill_widths = {widths}; they must ascend from a divisor of {kv.SLOT_MULTIPLE}, "
-        f"so that chunks fit the buffer"
-      )
-    if any(width % widths[0] for width in widths):
-      raise ValueError(f"prefill_widths = {widths}; each must be a multiple of the first")
-
-  @property
-  def slots(self) -> int:
-    """Capacity of every buffer: the length limit and the widest round behind it."""
-    needed = self.length_limit + self.drafter.tree.num_nodes
-    return -(-needed // kv.SLOT_MULTIPLE) * kv.SLOT_MULTIPLE
-
-
-@flax.struct.dataclass
-class DecodeState:
-  """Rows in flight. Axis 0 of every leaf is the row, so a row can be inserted or read by one slice."""
-
-  tokens: Array  # int32 [B, C], committed tokens, then anything
-  length: Array  # int32 [B], n; 0 is an empty row
-  prompt_length: Array  # int32 [B]
-  limit: Array  # int32 [B], most tokens, prompt included
-  stop_ids: Array  # int32 [B, MAX_STOP_IDS], -1 is unused
-  finish: Array  # int32 [B], a Finish
-  settings: Settings
-  cache: kv.KVCache  # the target's
-  drafter: Any
-  processor: Any  # states of a `TokenProcessor`, behind the last committed token
-  log: RoundLog
-  logprobs: Array | None  # float32 [B, C], of the tokens beside them; a prompt's are not known
-
-  @property
-  def active(self) -> Array:
-    """bool ``[B]``: rows that take part in the next round."""
-    return (self.finish == Finish.NONE) & (self.length > 0)
 
 
 @flax.struct.dataclass
@@ -147,55 +79,6 @@ class Verification:
 
   logits: Array  # float32 [B, N, V]
   taps: Array | None  # [B, N, taps, D]
-
-
-def init_state(weights: Weights, config: DecodeConfig, batch: int) -> DecodeState:
-  """``batch`` empty rows."""
-  slots = config.slots
-  zeros = lambda: jnp.zeros((batch,), jnp.int32)
-  rounds = lambda: jnp.zeros((batch, slots), jnp.uint8)
-  return DecodeState(
-    tokens=jnp.zeros((batch, slots), jnp.int32),
-    length=zeros(),
-    prompt_length=zeros(),
-    limit=zeros(),
-    stop_ids=jnp.full((batch, MAX_STOP_IDS), -1, jnp.int32),
-    finish=zeros(),
-    settings=Settings.create(batch),
-    cache=weights.target.init_cache(batch, slots),
-    drafter=config.drafter.init(weights.drafter, batch, slots),
-    processor=_start(weights.processor, batch),
-    logprobs=None if config.logprobs == "off" else jnp.zeros((batch, slots), jnp.float32),
-    log=RoundLog(zeros(), *(rounds() for _ in range(5)), jnp.zeros((batch,), jnp.float32), zeros()),
-  )
-
-
-def _start(processor: processors.TokenProcessor | None, batch: int) -> Any:
-  if processor is None:
-    return None
-  return jax.tree.map(lambda leaf: jnp.repeat(jnp.asarray(leaf)[None], batch, axis=0), processor.start())
-
-
-def state_shardings(state: DecodeState, mesh: jax.sharding.Mesh) -> DecodeState:
-  """Rows over the mesh's ``data`` axis, kv heads over ``model`` where it divides them, else replicated.
-
-  A tree like the state, which may be abstract (shapes only).
-  """
-  axes = dict(mesh.shape)
-  data = "data" if "data" in axes and state.length.shape[0] % axes["data"] == 0 else None
-
-  def place(leaf):
-    spec = [data] + [None] * (leaf.ndim - 1)
-    if leaf.ndim == 4 and "model" in axes and leaf.shape[1] % axes["model"] == 0:
-      spec[1] = "model"
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-
-  return jax.tree.map(place, state)
-
-
-def shard_state(state: DecodeState, mesh: jax.sharding.Mesh) -> DecodeState:
-  """The state on the mesh, as `state_shardings` says."""
-  return jax.tree.map(jax.device_put, state, state_shardings(state, mesh))
 
 
 # --- prefill ---------------------------------------------------------------------------------------
@@ -242,12 +125,14 @@ def _check_settings(config, settings, budgets):
     )
 
 
-def _checked_states(like, given):
+def _checked_states(processor, like, given):
   """``given`` with the structure, shapes and types of ``like``, as copies."""
   given = jax.tree.map(jnp.array, given)
   shapes = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), tree)
   if shapes(given) != shapes(like):
     raise ValueError(f"processor_state is {shapes(given)}; the processor's states are {shapes(like)}")
+  if hasattr(processor, "check"):
+    processor.check(given)
   return given
 
 
@@ -331,36 +216,12 @@ def prefill(
     settings=jax.tree.map(jnp.array, settings),
   )
   if processor_state is not None:
-    state = state.replace(processor=_checked_states(state.processor, processor_state))
+    state = state.replace(processor=_checked_states(weights.processor, state.processor, processor_state))
   if mesh is not None:
     state = shard_state(state, mesh)
   for start, width in prefill_chunks(int(lengths.max()) - 1, config):
     state = prefill_chunk(weights, state, np.int32(start), config, width)
   return state
-
-
-def insert(state: DecodeState, row: int, source: DecodeState, source_row: int = 0) -> DecodeState:
-  """Puts row ``source_row`` of another state into row ``row``, in place; other rows recompile nothing.
-
-  Raises:
-    ValueError: a row that the state does not have.
-  """
-  for name, index, where in (("row", row, state), ("source_row", source_row, source)):
-    rows = where.length.shape[0]
-    if not 0 <= index < rows:
-      raise ValueError(f"{name} = {index}; the state has rows 0 to {rows - 1}")
-  return insert_row(state, np.int32(row), source, np.int32(source_row))
-
-
-@functools.partial(jax.jit, donate_argnames="state")
-def insert_row(state: DecodeState, row: Array, source: DecodeState, source_row: Array) -> DecodeState:
-  """The program that `insert` calls; both rows are traced and must exist."""
-
-  def put(into, leaf):
-    one = jax.lax.dynamic_slice_in_dim(leaf, source_row, 1, axis=0)
-    return jax.lax.dynamic_update_slice_in_dim(into, one, row, axis=0)
-
-  return jax.tree.map(put, state, source)
 
 
 def _check_proposal(proposal: Proposal, config: DecodeConfig) -> None:
@@ -456,9 +317,9 @@ def accept_step(
 ) -> DecodeState:
   """Applies the rule, cuts the block at stops and budgets, commits tokens and cache rows."""
   logits = sampling.mask_padding(verification.logits, config.num_real_tokens)
-  paths = proposal.tree.path_tokens(proposal.tokens)
-  processed = processors.process(logits, History(**_past(weights, state)), paths)
-  verdict, target = _judge(state, proposal, processed, config)
+  processed = process_nodes(weights, state, proposal, logits)
+  target = processed.argmax() if config.rule.needs == "argmax" else processed.probs(state.settings)
+  verdict = config.rule(target, judged_nodes(proposal, processed), state.settings, state.length)
 
   # The block: tokens of the accepted path behind the root, then the rule's next token.
   width = verdict.path.shape[1]
@@ -484,6 +345,11 @@ def accept_step(
     0,
   )
 
+  after = _advanced(weights.processor, state.processor, processed, verdict, block, emitted)
+  if after is not None:
+    complete = ~jnp.any(jax.vmap(weights.processor.mask)(after), axis=-1)
+    reason = jnp.where(complete & (emitted > 0), Finish.STOP, reason)
+
   taps = verification.taps
   if taps is not None:
     taps = jnp.take_along_axis(taps, verdict.path[:, :, None, None], axis=1)
@@ -500,18 +366,22 @@ def accept_step(
       scratch=proposal.tree.num_nodes,
     ),
     drafter=config.drafter.extend(weights.drafter, state.drafter, committed),
-    processor=_advanced(weights.processor, state.processor, processed, verdict, block, emitted),
+    processor=after,
     log=_log(state, proposal, verdict, emitted),
     logprobs=_logprobs(state, logits, target, verdict, block, config),
   )
 
 
-def _judge(state, proposal, processed: Processed, config) -> tuple[Verdict, Array]:
-  """The rule's verdict, and what it was given: most likely tokens ``[B, N]`` or probabilities."""
-  # Nothing can be said about what was drafted behind a node that offers no token.
-  usable = _whole_paths(proposal.valid & ~proposal.tree.of_parent(processed.unusable), proposal.tree)
-  target = processed.argmax() if config.rule.needs == "argmax" else processed.probs(state.settings)
-  return config.rule(target, proposal.replace(valid=usable), state.settings, state.length), target
+def process_nodes(weights: Weights, state: DecodeState, proposal: Proposal, logits: Array) -> Processed:
+  """The target's ``logits [B, N, V]`` behind each node, padding masked, processed along the node's path."""
+  paths = proposal.tree.path_tokens(proposal.tokens)
+  return processors.process(logits, History(**_past(weights, state)), paths)
+
+
+def judged_nodes(proposal: Proposal, processed: Processed) -> Proposal:
+  """The proposal as a rule sees it: nothing can be said about drafts behind a node that offers no token."""
+  tree = proposal.tree
+  return proposal.replace(valid=_whole_paths(proposal.valid & ~tree.of_parent(processed.unusable), tree))
 
 
 def _advanced(processor, before, processed: Processed, verdict: Verdict, block, emitted) -> Any:

@@ -28,7 +28,8 @@ Array = jax.Array
 class TokenProcessor(Protocol):
   """Which tokens may come next: a pytree (its tables are weights), with pure functions of one row.
 
-  The functions are mapped over rows and nodes. A state says everything about the row's new text that
+  The functions are mapped over rows and nodes. It may also have ``check(states)``, which raises ValueError
+  for states ``[B, …]`` a caller should not begin with. A state says everything about the row's new text that
   matters; any token may be asked for, one that is not allowed, too (its node is never accepted).
   """
 
@@ -223,6 +224,12 @@ class TokenAutomaton:
 
   def start(self) -> Array:
     return jnp.int32(0)
+
+  def check(self, states: Array) -> None:
+    states = np.asarray(states)
+    bad = states[(states < self.DEAD) | (states >= len(self.table))]
+    if bad.size:
+      raise ValueError(f"processor_state = {bad[0]}; the automaton has states 0 to {len(self.table) - 1}")
 
   def advance(self, state: Array, token: Array) -> Array:
     behind = self.table[jnp.maximum(state, 0), jnp.clip(token, 0, self.table.shape[1] - 1)]

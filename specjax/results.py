@@ -35,7 +35,7 @@ class RoundLog:
   reached: Array  # drafts accepted, and one more if something was proposed behind the last of them
   accepted: Array
   emitted: Array
-  overlap: Array  # float32 [B], sum of Σ min(p, q) over judged positions
+  overlap: Array  # float32 [B], sum of Σ min(p, q) over judged drafts
   judged: Array  # int32 [B]
 
 
@@ -52,7 +52,7 @@ class RowResult:
       was proposed behind the last of them.
     accepted: drafts accepted a round.
     emitted: tokens a round, the bonus included; what stops cut away is not counted.
-    overlap: mean Σ min(p, q) over judged positions (the expected acceptance there), None if unknown.
+    overlap: mean Σ min(p, q) over judged drafts (the expected acceptance there), None if unknown.
     logprobs: natural logarithm of each new token's probability, None if not asked for.
   """
 

@@ -58,7 +58,8 @@ class Settings:
       it where positive, else multiplied; 1 is off.
     presence_penalty: float32 ``[B]``; taken from the logits of tokens in the new text, 0 is off.
     frequency_penalty: float32 ``[B]``; taken once for each time they are in it, 0 is off.
-    min_new_tokens: int32 ``[B]``; stop ids are impossible before.
+    min_new_tokens: int32 ``[B]``; stop ids are impossible before. (Where a processor allows nothing else,
+      nothing is left: the row ends with an error.)
     bias_ids, bias_values: int32 and float32 ``[B, MAX_LOGIT_BIAS]``, added to the logits of these ids;
       -1 is unused.
   """
@@ -245,14 +246,14 @@ def _kth_by_search(z: Array, k: Array) -> Array:
   return -jax.lax.bitcast_convert_type(jax.lax.while_loop(open_, halve, start)[1], jnp.float32)
 
 
-def _truncate(z: Array, weights: Array, settings: Settings, head: int = _HEAD) -> Array:
+def _truncate(z: Array, weights: Array, settings: Settings) -> Array:
   """Weights ``[B, N, V]`` with what top-k, top-p and min-p drop set to 0.
 
-  Both cut-offs nearly always lie among the ``head`` most likely tokens, which a partial sort finds for the
+  Both cut-offs nearly always lie among the `_HEAD` most likely tokens, which a partial sort finds for the
   price of a few passes; only if that does not settle every row are they searched for.
   """
   vocab = z.shape[-1]
-  head = min(head, vocab)
+  head = min(_HEAD, vocab)
   shape = z.shape[:-1]
   rows = lambda value: jnp.broadcast_to(value[:, None], shape)
   top_k = rows(jnp.where(settings.top_k == 0, vocab, jnp.minimum(settings.top_k, vocab)))
@@ -272,15 +273,17 @@ def _truncate(z: Array, weights: Array, settings: Settings, head: int = _HEAD) -
   goal = top_p * jnp.sum(weights, axis=-1)
   mass = jnp.cumsum(jnp.where(best >= kth[..., None], jnp.exp(best), 0.0), axis=-1)
   reached = mass >= goal[..., None]
-  last = jnp.take_along_axis(jnp.exp(best), jnp.argmax(reached, axis=-1)[..., None], axis=-1)[..., 0]
   found = reached[..., -1]
-  last = jax.lax.cond(
+  # The head's cut-off is compared as a logit: another exponential of it could round in another way.
+  last = jnp.take_along_axis(best, jnp.argmax(reached, axis=-1)[..., None], axis=-1)[..., 0]
+  last = jnp.where(nucleus & found, last, -jnp.inf)
+  least = jax.lax.cond(
     jnp.any(nucleus & ~found),
-    lambda: jnp.where(found, last, _nucleus_by_search(weights, goal)),
-    lambda: last,
+    lambda: jnp.where(nucleus & ~found, _nucleus_by_search(weights, goal), 0.0),
+    lambda: jnp.zeros(shape),
   )
-  least = jnp.maximum(jnp.where(nucleus, last, 0.0), rows(settings.min_p))
-  return jnp.where(weights >= least[..., None], weights, 0.0)
+  least = jnp.maximum(least, rows(settings.min_p))
+  return jnp.where((z >= last[..., None]) & (weights >= least[..., None]), weights, 0.0)
 
 
 def processed_probs(logits: Array, top: Array, settings: Settings) -> Array:

@@ -210,6 +210,22 @@ def test_q6_every_rule_runs_as_it_comes(name):
   assert 0 <= int(verdict.accepted.min()) and 0 <= int(verdict.next_token.min()) < 3
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_invalid_drafts_are_never_accepted(name):
+  """Right drafts with finite rows behind them, of which none and one count. Fails if validity is ignored."""
+  rule, tokens = make_rule(name), jnp.array([[5, 1, 2], [5, 1, 2]])
+  said = jnp.array([[1, 2, 0], [1, 2, 0]])
+  target = said if rule.needs == "argmax" else jax.nn.one_hot(said, 3)
+  valid = jnp.array([[True, False, False], [True, True, False]])
+  proposal = Proposal(tokens, valid, None, tree=TokenTree.chain(2), kind="deterministic")
+  settings = Settings.create(2, temperature=1.0, seed=[3, 4])
+  verdict = jax.jit(lambda *args: rule(*args))(target, proposal, settings, jnp.array([4, 4]))
+  if name == "synthetic":
+    assert (verdict.accepted <= jnp.array([0, 1])).all()
+  else:
+    assert verdict.accepted.tolist() == [0, 1] and verdict.next_token.tolist() == [1, 2]
+
+
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_q6_every_drafter_runs_as_it_comes(name):
   """With no option but what a model must say about itself."""

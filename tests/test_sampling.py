@@ -33,6 +33,32 @@ def test_processing_equals_the_numpy_oracle():
       )
 
 
+@pytest.mark.parametrize("spread", (0.01, 1.0, 4.0))
+@pytest.mark.parametrize("ties", (False, True))
+def test_cut_offs_anywhere_in_the_vocabulary(spread, ties):
+  """V = 700, flat to peaked, cut-offs within and far beyond the most likely tokens: the kept set is exact.
+
+  Fails when a cut-off beyond the head is taken from its end, when the search stops a token early, and when
+  ties with the last are split.
+  """
+  cases = [
+    dict(top_k=k, top_p=p, min_p=m)
+    for k, p, m in ((5, 1, 0), (300, 1, 0), (128, 1, 0), (129, 1, 0), (0, 0.5, 0), (0, 0.99, 0))
+    + ((400, 0.9, 0), (90, 0.9, 0.3), (0, 0.0, 0), (1, 1, 0), (700, 0.3, 0), (699, 1, 0))
+  ]
+  logits = np.random.default_rng(3).normal(size=(len(cases), 2, 700)) * spread
+  logits = (np.round(logits, 1 if spread > 0.1 else 3) if ties else logits).astype(np.float32)
+  settings = Settings.create(
+    len(cases), temperature=0.8, **{k: [case[k] for case in cases] for k in cases[0]}
+  )
+  got = np.asarray(probs(logits, settings))
+  for row, case in enumerate(cases):
+    for node in range(2):
+      want = process(logits[row, node], temperature=0.8, **case)
+      np.testing.assert_array_equal(got[row, node] > 0, want > 0, err_msg=str(case))
+      np.testing.assert_allclose(got[row, node], want, atol=2e-6, err_msg=str(case))
+
+
 def test_g1_one_batch_with_all_temperatures():
   """T = [0, 1, .7, padding]: row 0 is one-hot at argmax, all finite; permuting rows permutes the result.
 

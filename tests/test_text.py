@@ -84,7 +84,7 @@ def cut(text, stops, tokens=None):
   return "".join(pieces) + row.close(), row
 
 
-def test_stop_of_two_byte_tokens_and_stop_with_leading_space():
+def test_h7_stop_of_two_byte_tokens_and_stop_with_leading_space():
   assert cut("one é two é! three", ["é!"])[0] == "one é two "
   assert cut("at the then", [" the"])[0] == "at"
   assert cut("atthe then", [" the"])[0] == "atthe"

@@ -271,10 +271,10 @@ class TwoModel:
     ranks = level.nodes.shape[1]
     if self.policy == "top_k":
       if ranks == 1:
-        tokens = processed.argmax()[..., None]
+        tokens, found = processed.argmax()[..., None], usable[..., None]
       else:
-        tokens = jax.lax.top_k(processed.logits, ranks)[1].astype(jnp.int32)
-      found = jnp.broadcast_to(usable[..., None], tokens.shape)
+        likely, tokens = jax.lax.top_k(processed.logits, ranks)
+        found = usable[..., None] & (likely > -jnp.inf)  # processing may leave fewer
       q = None
     else:
       q = left = processed.probs(context.settings)

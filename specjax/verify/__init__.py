@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from specjax import options
@@ -42,6 +43,11 @@ def make_rule(text: str, **others: Any) -> Rule:
   return options.make("rule", text, RULES[name], {**others, **own})
 
 
+def describe(rule: Rule) -> str:
+  """The rule as `make_rule` reads it, its options included: what results call it."""
+  return options.write(rule.name, dataclasses.asdict(rule))
+
+
 __all__ = [
   "RULES",
   "BlockVerification",
@@ -53,5 +59,6 @@ __all__ = [
   "Synthetic",
   "TraversalVerification",
   "TypicalAcceptance",
+  "describe",
   "make_rule",
 ]

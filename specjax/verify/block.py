@@ -61,16 +61,32 @@ class BlockVerification:
     first = jnp.ones((batch,), jnp.float32)
     _, masses = jax.lax.scan(step, first, (p.T, q.T))
     masses = jnp.concatenate([first[:, None], masses.T], axis=1)  # [B, N]
-    if proposal.kind == "deterministic":
-      left = masses[:, :-1] - masses[:, :-1] * p
-    else:
-      rows = proposal.q[:, : nodes - 1]
-      left = jnp.maximum(masses[:, :-1, None] * target[:, :-1] - rows, 0.0).sum(axis=-1)
-    chances = jnp.concatenate([mass_left(left, masses[:, :-1]), first[:, None]], axis=1)
-    index = jnp.arange(nodes)
-    chances = jnp.where(index == drafts[:, None], masses, chances)
-    passes = (index <= drafts[:, None]) & (acceptance_noise(settings, length, nodes) < chances)
-    node = jnp.max(jnp.where(passes.at[:, 0].set(True), index, 0), axis=1).astype(jnp.int32)
+
+    def left(node):
+      """S behind ``node [B]``, a draft with another behind it."""
+      mass = at(masses, node)
+      if nodes == 1:
+        return mass  # nothing drafted, never asked for
+      if proposal.kind == "deterministic":
+        return mass - mass * at(p, jnp.minimum(node, nodes - 2))
+      rows = at(proposal.q, jnp.minimum(node, nodes - 2))
+      return jnp.maximum(mass[:, None] * at(target, node) - rows, 0.0).sum(axis=-1)
+
+    # From the end, and only where h_i <= p_i leaves it open: a pass over the vocabulary for each test.
+    u, index = acceptance_noise(settings, length, nodes), jnp.arange(nodes)
+    open_ = (u < masses) & (index <= drafts[:, None])
+    before = lambda node: jnp.max(jnp.where(open_ & (index < node[:, None]), index, 0), axis=1)
+    ended = lambda node: (node == 0) | (node == drafts)  # the root always passes, and h_γ = p_γ
+
+    def turn(state):
+      node, done = state
+      done |= at(u, node) < mass_left(left(node), at(masses, node))
+      node = jnp.where(done, node, before(node))
+      return node, done | (node == 0)
+
+    start = before(jnp.full((batch,), nodes))
+    node, _ = jax.lax.while_loop(lambda state: ~jnp.all(state[1]), turn, (start, ended(start)))
+    node = node.astype(jnp.int32)
 
     rejected = node < drafts
     weights = remove_draft(target, proposal, node, rejected, at(masses, node))

@@ -6,9 +6,9 @@ time with ``R ← norm((mass R - Q)+)``, what is left stays of one form:
   R(x) = (scale P(x) - taken q(x))+ ,
 
 because ``((a P - b q)+ - c q)+ = (a P - (b + c) q)+``. So two numbers a node stand for it. Without
-replacement q loses the token that was turned down; there R keeps the value it had (`Remaining.rest`). A
-deterministic draft's q is a point mass: R is P without the tokens turned down. One pass over a row of the
-vocabulary a test, none for deterministic drafts.
+replacement q loses the token x that was turned down; but x can only be turned down where mass R(x) < Q(x),
+so R(x) is 0 from then on, and the form serves there, too. A deterministic draft's q is a point mass: R is P
+without the tokens turned down. One pass over a row of the vocabulary a test, none for deterministic drafts.
 """
 
 from __future__ import annotations
@@ -87,7 +87,6 @@ class Remaining:
     taken: how much of q was subtracted.
     unseen: the part of q that was not turned down; 1 unless drafts are without replacement.
     out: of a child, that it was turned down.
-    rest: of a child that was turned down, R at its token.
   """
 
   mass: Array
@@ -95,7 +94,6 @@ class Remaining:
   taken: Array
   unseen: Array
   out: Array
-  rest: Array
 
 
 class Residuals:
@@ -121,12 +119,16 @@ class Residuals:
   def start(self) -> Remaining:
     """Nothing turned down."""
     ones = jnp.ones(self.tokens.shape, jnp.float32)
-    zeros = jnp.zeros_like(ones)
-    return Remaining(ones, ones, zeros, ones, jnp.zeros(ones.shape, bool), zeros)
+    return Remaining(ones, ones, jnp.zeros_like(ones), ones, jnp.zeros(ones.shape, bool))
 
   def next_child(self, left: Remaining, node: Array) -> tuple[Array, Array]:
-    """The first usable child of a node that was not turned down, and whether there is one."""
+    """The first usable child of a node that was not turned down, and whether there is one.
+
+    Without replacement only while some of q is left beside what was turned down: else the child's share
+    of it has no digits. That depends on siblings already judged alone, so the law is kept.
+    """
     here = self.usable & (self.parents == node[:, None]) & ~left.out
+    here &= (at(left.unseen, node) > _NOTHING)[:, None]
     return jnp.argmax(here, axis=1).astype(jnp.int32), jnp.any(here, axis=1)
 
   def test(self, left: Remaining, child: Array) -> tuple[Array, Array]:
@@ -137,12 +139,9 @@ class Residuals:
     if self.kind == "sampled":
       return r, q
     # A token comes twice where deterministic drafts say so: it was turned down for good.
-    again = left.out & (self.parents == node[:, None]) & (self.tokens == at(self.tokens, child)[:, None])
-    seen = again.any(axis=1)
-    if self.kind == "deterministic":
-      return jnp.where(seen, 0.0, at(left.scale, node) * p), q
-    r = jnp.where(seen, jnp.max(jnp.where(again, left.rest, 0.0), axis=1), r)
-    return r, jnp.where(seen, 0.0, q * _inverse(at(left.unseen, node)))
+    same = self.tokens == at(self.tokens, child)[:, None]
+    r = jnp.where(jnp.any(same & self._turned_down(left, node), axis=1), 0.0, r)
+    return r, q if self.kind == "deterministic" else q * _inverse(at(left.unseen, node))
 
   def turn_down(self, left: Remaining, child: Array, where: Array) -> tuple[Remaining, Array]:
     """The child's parent without it, in the rows ``where``; and Σ_x min(R(x), Q(x)) there, ``[B]``."""
@@ -150,9 +149,7 @@ class Residuals:
     mass, scale, taken = at(left.mass, node), at(left.scale, node), at(left.taken, node)
     r, _ = self.test(left, child)
     unseen = at(left.unseen, node)
-    mine = self._turned_down(left, node)
-    this = jnp.arange(mine.shape[1]) == child[:, None]
-    rest = left.rest
+    this = jnp.arange(left.out.shape[1]) == child[:, None]
     if self.kind == "deterministic":
       total = jnp.maximum(mass - r, 0.0)
     else:
@@ -160,8 +157,7 @@ class Residuals:
       row, q_row = at(self.target, node), self._draft_row(node)
       reduced = jnp.maximum(scale[:, None] * row - more[:, None] * q_row, 0.0)
       if self.kind == "sampled_without_replacement":
-        reduced = self._put(reduced, mine, left.rest)
-        unseen = self._put(q_row, mine | this, 0.0).sum(axis=-1)
+        unseen = self._without(q_row, self._turned_down(left, node) | this).sum(axis=-1)
       total = reduced.sum(axis=-1)
     nothing = total <= _NOTHING * scale
     new_mass = mass_left(jnp.where(nothing, 0.0, total), mass)
@@ -169,9 +165,6 @@ class Residuals:
     grow = jnp.where(nothing, jnp.where(mass >= 1, 1.0, 0.0), 1 / jnp.where(nothing, 1.0, total + (1 - mass)))
     if self.kind != "deterministic":
       taken = jnp.where(nothing, taken, more)
-    if self.kind == "sampled_without_replacement":
-      kept = jnp.maximum(scale * at(self.p, child) - taken * at(self.q, child), 0.0)
-      rest = jnp.where(mine, rest * grow[:, None], jnp.where(this, (kept * grow)[:, None], rest))
     put = lambda old, new: jnp.where(jnp.arange(old.shape[1]) == node[:, None], new[:, None], old)
     new = Remaining(
       mass=put(left.mass, new_mass),
@@ -179,7 +172,6 @@ class Residuals:
       taken=put(left.taken, taken * grow),
       unseen=put(left.unseen, unseen),
       out=left.out | this,
-      rest=rest,
     )
     choose = lambda new, old: jnp.where(where[:, None], new, old)
     return jax.tree.map(choose, new, left), jnp.clip(mass - total, 0.0, 1.0)
@@ -192,12 +184,10 @@ class Residuals:
     mine = self._turned_down(left, node)
     row = at(self.target, node)
     if self.kind == "deterministic":
-      r = self._put(row, mine, 0.0)
+      r = self._without(row, mine)
     else:
       q_row = self._draft_row(node)
       r = jnp.maximum(at(left.scale, node)[:, None] * row - at(left.taken, node)[:, None] * q_row, 0.0)
-      if self.kind == "sampled_without_replacement":
-        r = self._put(r, mine, left.rest)
     rejected = mine.any(axis=1)
     return jnp.where((rejected & (r.sum(axis=-1) > 0))[:, None], r, row), rejected
 
@@ -208,10 +198,10 @@ class Residuals:
   def _draft_row(self, node):
     return at(self.draft, jnp.minimum(node, self.draft.shape[1] - 1))
 
-  def _put(self, row, nodes, values):
-    """``row [B, V]`` with the tokens of ``nodes`` (bool ``[B, N]``) set to ``values``."""
+  def _without(self, row, nodes):
+    """``row [B, V]`` with 0 at the tokens of ``nodes`` (bool ``[B, N]``)."""
     tokens = jnp.where(nodes, self.tokens, self.vocab)
-    return row.at[jnp.arange(row.shape[0])[:, None], tokens].set(values, mode="drop")
+    return row.at[jnp.arange(row.shape[0])[:, None], tokens].set(0.0, mode="drop")
 
 
 def _inverse(unseen):

@@ -36,7 +36,8 @@ class TraversalVerification:
   past it, and a and P stay. S = 0 with a < 1 is a = 0: never accepted. P(x) = 0 is a(x) = 0. All mass on
   one token: a is 1 along that path and 0 off it.
 
-  ``overlap`` is left at 0, unknown: masses are of paths, and Σ min(p, q) would be another pass.
+  ``overlap`` is left at 0, unknown: masses are of paths, and Σ min(p, q) would be another pass. One pass
+  over a row of the vocabulary is made for each node rejected, none below a node without mass.
   """
 
   name: ClassVar[str] = "traversal_verification"
@@ -53,7 +54,8 @@ class TraversalVerification:
 
     def below(left, node, done):
       child, found = residuals.next_child(left, node)
-      return child, found & ~done
+      # Where no mass is left, everything below is rejected for sure.
+      return child, found & ~done & (at(left.mass, node) > 0)
 
     def enter(state):
       node, left, done, (child, found) = state

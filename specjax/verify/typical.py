@@ -31,12 +31,12 @@ class TypicalAcceptance:
   that are the target's choice are accepted and no others, which is greedy.
 
   Attributes:
-    epsilon: no threshold is higher, in (0, 1].
-    delta: factor of exp(-H), in (0, 1].
+    epsilon: no threshold is higher, in (0, 1]; Medusa's ``posterior_threshold``.
+    delta: factor of exp(-H), in (0, 1]; its ``posterior_alpha``, which it advises to be sqrt(epsilon).
   """
 
-  epsilon: float = 0.3
-  delta: float = 0.09
+  epsilon: float = 0.09
+  delta: float = 0.3
 
   name: ClassVar[str] = "typical_acceptance"
   lossless: ClassVar[bool] = False

@@ -6,6 +6,8 @@ import numpy as np
 from specjax import decode
 from specjax.drafters import make_drafter
 from specjax.models.sharding import make_mesh, shard_model
+from specjax.processors import TokenAutomaton
+from specjax.sampling import Settings
 from specjax.testing import perturbed, tiny_model
 from specjax.verify import make_rule
 
@@ -28,7 +30,7 @@ def main():
     "prompt_lookup_tree": (make_drafter("prompt_lookup[matches=4,min_ngram=1]", window=4), None),
     "two_model_tree": (
       make_drafter(
-        "two_model[branching=(2,),policy=top_k]",
+        "two_model[branching=(2,),policy=sample_without_replacement]",
         window=3,
         vocab_size=64,
         num_real_tokens=64,
@@ -37,15 +39,33 @@ def main():
       draft,
     ),
   }
+  # The last one samples, with everything that shapes the distribution on.
+  odd = TokenAutomaton.create([[(token % 3) - 1 for token in range(64)], [token % 2 for token in range(64)]])
+  shaped = Settings.create(
+    4,
+    temperature=[0.8, 0.0, 1.0, 0.7],
+    top_k=[0, 0, 8, 0],
+    top_p=[0.9, 1.0, 1.0, 0.95],
+    seed=[7, 8, 9, 4_000_000_000],
+    repetition_penalty=1.2,
+    logit_bias={5: 2.0},
+  )
   for name, (drafter, model) in drafters.items():
+    sampled = name == "two_model_tree"
     config = decode.DecodeConfig(
-      drafter, make_rule("greedy"), num_real_tokens=64, length_limit=60, prefill_widths=(32,)
+      drafter,
+      make_rule("traversal_verification" if sampled else "greedy"),
+      num_real_tokens=64,
+      length_limit=60,
+      prefill_widths=(32,),
+      logprobs="raw" if sampled else "processed",
     )
     texts = []
     for where in (None, mesh):
       models = [m if m is None or where is None else shard_model(m, where) for m in (target, model)]
-      weights = decode.Weights(*models)
-      state = decode.prefill(weights, config, PROMPTS, max_new_tokens=30, mesh=where)
+      weights = decode.Weights(*models, odd if sampled else None)
+      settings = shaped if sampled else None
+      state = decode.prefill(weights, config, PROMPTS, settings=settings, max_new_tokens=30, mesh=where)
       if where is not None:
         assert len(state.cache.k[0].sharding.device_set) == 8
         shard = state.cache.k[0].sharding.shard_shape(state.cache.k[0].shape)
@@ -55,6 +75,8 @@ def main():
       texts.append(decode.results(state))
     assert [row.tokens for row in texts[0]] == [row.tokens for row in texts[1]], name
     assert [row.accepted for row in texts[0]] == [row.accepted for row in texts[1]], name
+    for one, many in zip(*texts):
+      np.testing.assert_allclose(one.logprobs, many.logprobs, atol=1e-3)
     assert np.isfinite(np.asarray(state.cache.k[0])).all()
     print(name, flush=True)
 

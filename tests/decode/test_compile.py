@@ -18,7 +18,7 @@ def traces():
 
 @pytest.mark.parametrize("name", ("none", "prompt_lookup", "two_model_sample", "prompt_lookup_tree"))
 def test_o1_one_trace_over_everything_a_user_varies(name):
-  """Lengths, budgets, temperatures, top-k, top-p, min-p, seeds, stop ids, round limits, acceptance.
+  """Lengths, budgets, temperatures, top-k, top-p, min-p, seeds, penalties, biases, stop ids, round limits.
 
   Fails when one of them becomes static or changes its type.
   """
@@ -28,7 +28,19 @@ def test_o1_one_trace_over_everything_a_user_varies(name):
   _, weights = contract.built(name)
   config = contract.static(name, rule)
   for seed, temperature in enumerate((0.0, 0.5, 1)):
-    settings = Settings.create(4, temperature=temperature, top_k=seed, top_p=0.9, min_p=0.1, seed=seed)
+    settings = Settings.create(
+      4,
+      temperature=temperature,
+      top_k=seed,
+      top_p=0.9,
+      min_p=0.1,
+      seed=seed,
+      repetition_penalty=1 + seed / 10,
+      presence_penalty=seed,
+      frequency_penalty=-seed,
+      min_new_tokens=seed,
+      logit_bias={i: 1.0 for i in range(seed)},
+    )
     prompts = [contract.PROMPTS[i][: 3 + seed] for i in range(4)]
     state = decode.prefill(
       weights, config, prompts, settings=settings, max_new_tokens=3 + seed, stop_ids=range(seed)

@@ -1,4 +1,4 @@
-"""Eight host devices: greedy float32 tokens are those of one device."""
+"""Eight host devices: float32 tokens are those of one device, greedy and sampled."""
 
 import os
 import pathlib

@@ -63,6 +63,36 @@ def test_i1_processed_greedy_equals_plain(plain, name):
   assert sum(sum(row.accepted) for row in rows) > 10
 
 
+def test_i1_a_draft_like_the_target_is_always_right():
+  """The target as its own draft, with every setting on: all drafts of every round are accepted.
+
+  Fails when the draft is processed without the tokens drafted before it.
+  """
+  rows = run("self_draft", "greedy")
+  for row in rows:
+    assert all(accepted == depth for accepted, depth in zip(row.accepted, row.depth))
+
+
+@pytest.mark.parametrize(
+  "setting",
+  [
+    dict(repetition_penalty=3.0),
+    dict(presence_penalty=9.0),
+    dict(frequency_penalty=9.0),
+    dict(logit_bias={0: -9.0}),
+    dict(min_new_tokens=3),
+  ],
+)
+def test_i3_each_setting_counts_alone(setting):
+  """Token 0 is best by far, said before, and a stop id: any one setting keeps it from being said again."""
+  stops = [0] if "min_new_tokens" in setting else []
+  state = table_run(
+    [[3.0, 2.0, 1.0]] * 3, script(()), settings=Settings.create(1, **setting), stop_ids=stops, budget=4
+  )
+  (row,) = decode.results(state)
+  assert row.tokens != [0] * 4 and row.tokens != [0]
+
+
 @pytest.mark.parametrize("name", ("two_model_sample", "two_model_tree_distinct"))
 def test_i1_processed_sampling_equals_plain(name):
   """Seed by seed with draw and follow; the draft processes as the target does, so that much is accepted."""
@@ -154,10 +184,12 @@ def test_i4_a_grammar_holds_through_rejected_drafts(rule):
 
 
 @pytest.mark.parametrize("drafts", ((), (A, B, A), (A, A), (B,)))
-def test_i4_the_end_of_a_grammar_stops_inside_a_block(drafts):
+@pytest.mark.parametrize("budget", (2, 8))
+def test_i4_the_end_of_a_grammar_stops_inside_a_block(drafts, budget):
   """The grammar ends behind "ab", and no stop id is known: "ab", then "stop", wherever the block is cut.
 
-  Its end at the root gives no token at all. A neighbour that is free goes on.
+  Its end at the root gives no token at all. A neighbour that is free goes on. No round is spent on finding
+  the end: with the budget at the end, too, it is "stop" whatever was drafted.
   """
   table = [[9, 1, 1, 0.5]] * 4
   ends = TokenAutomaton.create([[-1, 1, -1, -1], [-1, -1, 2, -1], [-1] * 4])
@@ -167,12 +199,13 @@ def test_i4_the_end_of_a_grammar_stops_inside_a_block(drafts):
     settings=Settings.create(3),
     processor=ends,
     processor_state=np.array([0, TokenAutomaton.FREE, 2], np.int32),
+    budget=budget,
   )
   rows = decode.results(state)
   assert (rows[0].tokens, rows[0].finish) == ([A, B], "stop")
-  assert (rows[1].tokens, rows[1].finish) == ([0] * 8, "length")
+  assert (rows[1].tokens, rows[1].finish) == ([0] * budget, "length")
   assert (rows[2].tokens, rows[2].finish) == ([], "stop")
-  assert sum(rows[0].emitted) == 2
+  assert sum(rows[0].emitted) == 2 and min(rows[0].emitted) > 0
 
 
 def test_the_processed_law_of_a_text():
@@ -277,5 +310,11 @@ def test_settings_that_cannot_be_kept_are_refused():
   with pytest.raises(ValueError, match="logprobs"):
     contract.static("none", "greedy", logprobs="all")
   held = decode.Weights(weights.target, None, TokenAutomaton.create([[0] * 61]))
+  with pytest.raises(ValueError, match="processor_state = 7; the automaton has states 0 to 0"):
+    decode.prefill(held, config, [(1, 2)], processor_state=jnp.full((1,), 7, jnp.int32))
+  mine = jnp.zeros((1,), jnp.int32)
+  state = decode.prefill(held, config, [(1, 2)], max_new_tokens=2, processor_state=mine)
+  decode.generate(held, state, config)
+  assert not mine.is_deleted()  # what the caller gave is not donated
   with pytest.raises(ValueError, match="processor_state"):
     decode.prefill(held, config, [(1, 2)], processor_state=jnp.zeros((2,), jnp.int32))

@@ -58,6 +58,11 @@ def test_equals_the_rule_by_hand(texts):
   assert propose(*texts) == [by_hand(text) for text in texts]
 
 
+def test_nothing_stands_before_the_text():
+  """[1, 2, 1, 3, 0, 1]: of two single matches the latest, 3. Fails when padding before the first 1 is a 0."""
+  assert propose([1, 2, 1, 3, 0, 1])[0][0] == 3
+
+
 def test_empty_rows_propose_nothing():
   assert propose([], [4, 4])[0] == []
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from specjax import decode
+from specjax import decode, options
 from specjax.drafters import make_drafter, parse_drafter
 from specjax.testing import SampledDrafter
-from specjax.verify import make_rule
+from specjax.verify import describe, make_rule
 
 
 def test_from_outside():
@@ -59,8 +59,26 @@ def test_options_in_brackets():
     {"branching": (3, 2), "policy": "top_k"},
   )
   assert make_drafter("prompt_lookup[window=2]", window=7).window == 2
+  assert parse_drafter("x[a=[1,2],b=(3,(4,5))]") == ("x", {"a": (1, 2), "b": (3, (4, 5))})
   for bad in ("prompt_lookup[window=2", "prompt_lookup[window]", "prompt_lookup[window=2,window=3]"):
     with pytest.raises(ValueError, match="window"):
       make_drafter(bad)
   with pytest.raises(ValueError, match="widow"):
     make_drafter("prompt_lookup[widow=2]")
+
+
+def test_rules_with_options():
+  """What results call a rule makes the same rule again; commas in brackets part no names."""
+  assert describe(make_rule("greedy")) == "greedy"
+  for rule in (make_rule("typical_acceptance", epsilon=0.123456), make_rule("synthetic[rates=[0.5,0.25]]")):
+    assert make_rule(describe(rule)) == rule and hash(rule)
+  assert describe(make_rule("synthetic", rates=(0.5,))) == "synthetic[rates=(0.5,)]"
+  assert options.split("none, a[b=(1,2),c=3],none,d") == ["none", "a[b=(1,2),c=3]", "d"]
+  for bad in (
+    "greedy[speed=2]",
+    "synthetic[rates=0.5",
+    "synthetic[rates=0.5]",
+    "lenient_speculative_sampling[lenience=0]",
+  ):
+    with pytest.raises(ValueError, match=bad.split("[")[1].split("=")[0].rstrip("]")):
+      make_rule(bad)

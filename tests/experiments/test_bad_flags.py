@@ -41,6 +41,7 @@ BAD = {
   "logit_bias": ("7", "a:1", "7:b", "7:1,7:2", "-1:1", "7:1e9", "7:nan"),
   "min_new_tokens": ("-1", "1.5", "129|--min_new_tokens=129 is more than --max_new_tokens=128"),
   "seed": ("-1", "2147483649", "0.5"),
+  "logprobs": ("all",),
   "dtype": ("float16",),
   "attention": ("fast",),
   "mesh": ("data", "data:0", "rows:2", "data:1,data:1", "data:4096|4096 devices"),

@@ -194,6 +194,18 @@ def test_generate_samples_in_a_batch(models, capsys):
   assert "rule draw_and_follow" in out and "identical         yes, all 32 tokens" in out
 
 
+def test_least_lengths_hold_in_short_last_groups(models, tmp_path):
+  """Three questions in batches of two: neither compiling nor the filling row asks for a least length."""
+  asked = tmp_path / "questions.jsonl"
+  asked.write_text("".join(json.dumps({"prompt": f"the hen {i}"}) + "\n" for i in range(3)))
+  output = str(tmp_path / "run")
+  flags = [f"--model={models[0]}", f"--questions={asked}", f"--output={output}", "--batch_size=2", "--nochat"]
+  assert run_script(spec_bench, *flags, "--max_new_tokens=6", "--min_new_tokens=4", "--warmup=0") == 0
+  rows = results.read_rows(output)
+  assert len(rows) == 6 and all(4 <= row["new_tokens"] <= 6 for row in rows)
+  assert all(row["mean_logprob"] == 0 for row in rows)
+
+
 def test_generate_marks_what_is_not_the_targets_output(models, capsys):
   flags = [f"--model={models[0]}", "--prompt=the hen the hen", "--rule=synthetic[rates=(1.0,)]"]
   assert run_script(generate, *flags, "--max_new_tokens=8") == 0

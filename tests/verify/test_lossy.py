@@ -53,7 +53,7 @@ def test_options_out_of_range_are_refused(value):
       make_rule(rule, **{field: value})
 
 
-def typical(p, tokens, valid, parents, epsilon=0.3, delta=0.09):
+def typical(p, tokens, valid, parents, epsilon=0.09, delta=0.3):
   """The statement in plain words: nodes of the winning path, and the next token, of one row."""
   best = (0, 0.0, 0, [0])
   reach = {0: (1.0, [0])}

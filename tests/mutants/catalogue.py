@@ -1,0 +1,11 @@
+"""All faults, in the order in which they are tried."""
+
+from tests.mutants import Mutant, around, core, drafting, processing, rules
+
+MUTANTS: tuple[Mutant, ...] = (
+  *core.MUTANTS,
+  *processing.MUTANTS,
+  *rules.MUTANTS,
+  *drafting.MUTANTS,
+  *around.MUTANTS,
+)
