@@ -198,14 +198,13 @@ def go_back(state: DecodeState, length: jax.Array, seed: jax.Array) -> DecodeSta
   )
 
 
-@functools.partial(jax.jit, static_argnames="num_real_tokens")
-def as_judged(weights, state: DecodeState, proposal: Proposal, logits: jax.Array, num_real_tokens: int):
+@functools.partial(jax.jit, static_argnames="config")
+def as_judged(weights, state: DecodeState, proposal: Proposal, logits: jax.Array, config: DecodeConfig):
   """What `decode.accept_step` hands its rule: the processed distribution ``[1, N, V]`` and the proposal
   without what stands behind unusable nodes. Also the raw log-probabilities behind the root, ``[V]``."""
-  logits = sampling.mask_padding(logits, num_real_tokens)
-  processed = decode.process_nodes(weights, state, proposal, logits)
-  proposal = decode.judged_nodes(proposal, processed)
-  return processed.probs(state.settings), proposal, jax.nn.log_softmax(logits[0, 0])
+  logits = sampling.mask_padding(logits, config.num_real_tokens)
+  target, processed = decode.read_nodes(weights, state, proposal, logits, config)
+  return target, decode.judged_nodes(proposal, processed), jax.nn.log_softmax(logits[0, 0])
 
 
 @functools.partial(jax.jit, static_argnames="rule")
@@ -338,9 +337,7 @@ class Bench:
     proposal, state = decode.draft_step(self.weights, state, config)
     verification, state = decode.verify_step(self.weights, state, proposal, config)
     state = state if own else state.replace(drafter=held)
-    target, proposal, log_p = as_judged(
-      self.weights, state, proposal, verification.logits, config.num_real_tokens
-    )
+    target, proposal, log_p = as_judged(self.weights, state, proposal, verification.logits, config)
     common: Row = {"proposed": int(proposal.valid[0, 1:].sum())}
     p = q = None
     if proposal.q is not None and common["proposed"]:

@@ -60,7 +60,7 @@ __all__ = [
   "prefill",
   "prefill_chunk",
   "prefill_chunks",
-  "process_nodes",
+  "read_nodes",
   "results",
   "run_rounds",
   "shard_state",
@@ -317,8 +317,7 @@ def accept_step(
 ) -> DecodeState:
   """Applies the rule, cuts the block at stops and budgets, commits tokens and cache rows."""
   logits = sampling.mask_padding(verification.logits, config.num_real_tokens)
-  processed = process_nodes(weights, state, proposal, logits)
-  target = processed.argmax() if config.rule.needs == "argmax" else processed.probs(state.settings)
+  target, processed = read_nodes(weights, state, proposal, logits, config)
   verdict = config.rule(target, judged_nodes(proposal, processed), state.settings, state.length)
 
   # The block: tokens of the accepted path behind the root, then the rule's next token.
@@ -372,10 +371,22 @@ def accept_step(
   )
 
 
-def process_nodes(weights: Weights, state: DecodeState, proposal: Proposal, logits: Array) -> Processed:
-  """The target's ``logits [B, N, V]`` behind each node, padding masked, processed along the node's path."""
-  paths = proposal.tree.path_tokens(proposal.tokens)
-  return processors.process(logits, History(**_past(weights, state)), paths)
+def read_nodes(
+  weights: Weights, state: DecodeState, proposal: Proposal, logits: Array, config: DecodeConfig
+) -> tuple[Array, Processed]:
+  """What the rule needs of the target, and how the logits were processed.
+
+  Args:
+    logits: float32 ``[B, N, V]`` of each node, padding masked; each is processed along its node's path.
+
+  Returns:
+    Most likely tokens ``[B, N]`` or probabilities ``[B, N, V]``, as the rule says.
+  """
+  history, paths = History(**_past(weights, state)), proposal.tree.path_tokens(proposal.tokens)
+  if config.rule.needs == "argmax":
+    return processors.most_likely(logits, history, paths)
+  processed = processors.process(logits, history, paths)
+  return processed.probs(state.settings), processed
 
 
 def judged_nodes(proposal: Proposal, processed: Processed) -> Proposal:

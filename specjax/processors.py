@@ -71,7 +71,7 @@ class Processed:
   """Logits ready for temperature, and where there is nothing to choose from.
 
   Attributes:
-    logits: float32 ``[B, N, V]``.
+    logits: float32 ``[B, N, V]``; None of `most_likely`.
     top: float32 ``[B, N]``, their maximum.
     error: bool ``[B, N]``; the raw logits hold NaN or +inf or nothing above -inf, or processing left
       nothing of them.
@@ -79,7 +79,7 @@ class Processed:
     processor_state: states ``[B, N, …]`` behind each node, None without a processor.
   """
 
-  logits: Array
+  logits: Array | None
   top: Array
   error: Array
   complete: Array
@@ -109,16 +109,41 @@ def process(logits: Array, history: History, paths: Array) -> Processed:
     paths: int32 ``[B, N, G]``, the tokens drafted behind the root on the way to each node, its own
       included; -1 behind them. G may be 0.
   """
+  adjust = lambda logits: (_adjusted(logits, history, paths), sampling.peak(logits)[1])
+  keep = lambda logits: (logits, _raw_error(logits, history))
   wanted = jnp.any(history.settings.adjusts_logits)
-  keep = lambda logits: (logits, jnp.zeros(logits.shape[:2], bool))
-  change = lambda logits: (_adjusted(logits, history, paths), sampling.peak(logits)[1])
+  return _masked(*jax.lax.cond(wanted, adjust, keep, logits), history, paths)
+
+
+def most_likely(logits: Array, history: History, paths: Array) -> tuple[Array, Processed]:
+  """The most likely token of each node, int32 ``[B, N]``, and the same as `process` but for the logits.
+
+  The branch that does nothing hands nothing of the size of the logits on: copying them costs a third of
+  what greedy decoding has to do here.
+  """
+
+  def adjust(logits):
+    return of(_adjusted(logits, history, paths), sampling.peak(logits)[1])
+
+  def of(logits, error):
+    processed = _masked(logits, error, history, paths)
+    return processed.argmax(), processed.replace(logits=None)
+
+  keep = lambda logits: of(logits, _raw_error(logits, history))
+  return jax.lax.cond(jnp.any(history.settings.adjusts_logits), adjust, keep, logits)
+
+
+def _raw_error(logits: Array, history: History) -> Array:
+  """Errors of logits that nothing has adjusted; without a mask either, `_masked` sees them by itself."""
   if history.processor is None:
-    # Without a change the check below sees the raw logits, and one pass over them is enough.
-    logits, error = jax.lax.cond(wanted, change, keep, logits)
-    complete, states = jnp.zeros_like(error), None
-  else:
-    _, error = sampling.peak(logits)
-    logits, _ = jax.lax.cond(wanted, change, keep, logits)
+    return jnp.zeros(logits.shape[:2], bool)
+  return sampling.peak(logits)[1]
+
+
+def _masked(logits: Array, error: Array, history: History, paths: Array) -> Processed:
+  """Adjusted logits with what the processor does not allow at -inf."""
+  complete, states = jnp.zeros_like(error), None
+  if history.processor is not None:
     states = _states(history, paths)
     allowed = jax.vmap(jax.vmap(history.processor.mask))(states)
     if allowed.shape != logits.shape:
