@@ -40,7 +40,7 @@ setuptools.setup(
   extras_require={
     "hub": ["huggingface_hub>=2.4"],
     "parity": PARITY,
-    "test": ["hypothesis>=6.170", "pytest>=9.2", "pytest-xdist>=3.8", "ruff>=0.17.6"],
+    "test": ["hypothesis>=6.170", "matplotlib>=3.11", "pytest>=9.2", "pytest-xdist>=3.8", "ruff>=0.17.6"],
     "tpu": ["jax[tpu]"],
     "cuda13": ["jax[cuda13]"],
     # Compilers for devices that are not there (`experiments.compile_kernels`): libtpu, XLA's CUDA backend,

@@ -70,7 +70,9 @@ DRAFT_LAYERS = flags.DEFINE_integer(
   "30, whose overlap Σ min(p, q) on sampled text is 0.45 at temperature 1 (27: 0.41, 29: 0.50, 20: 0.18).",
   1,
 )
-QUICK = flags.DEFINE_bool("quick", False, "The first 3 questions, few contexts and noises.")
+QUICK = flags.DEFINE_bool(
+  "quick", False, "The first 3 questions, few contexts and noises.", allow_override=True
+)
 # Defined under a name of its own: a run directory keeps the flags of this module, and it may be drawn anew.
 PLOT = flags.DEFINE(
   flags.ArgumentParser(),

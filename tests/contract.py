@@ -214,6 +214,26 @@ DRAFTERS: dict[str, DrafterCase] = {
   ),
 }
 PAIRS = [(name, rule) for name, case in DRAFTERS.items() for rule in case.rules]
+# Another pair of the same drafter and one of the same rule are in the ordinary suite.
+LONGER = {
+  ("prompt_lookup", "speculative_sampling"),
+  ("prompt_lookup_plain_rounds", "speculative_sampling"),
+  ("two_model_top_k", "draw_and_follow"),
+  ("two_model_top_k", "speculative_sampling"),
+  ("two_model_sample", "draw_and_follow"),
+  ("prompt_lookup_tree", "draw_and_follow"),
+  ("prompt_lookup_tree", "traversal_verification"),
+  ("two_model_tree_top_k", "draw_and_follow"),
+  ("two_model_tree_sample", "draw_and_follow"),
+  ("two_model_tree_sample", "traversal_verification"),
+  ("two_model_tree_distinct", "draw_and_follow"),
+  ("two_model_tree_distinct", "recursive_rejection"),
+  ("self_draft", "draw_and_follow"),
+  ("always_wrong", "draw_and_follow"),
+  ("always_wrong", "speculative_sampling"),
+  ("scripted_tree", "draw_and_follow"),
+  ("scripted_tree", "recursive_rejection"),
+}
 
 
 def config(drafter, rule: str = "greedy", **changes) -> decode.DecodeConfig:

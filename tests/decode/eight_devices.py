@@ -23,10 +23,6 @@ def main():
   drafters = {
     "none": (make_drafter("none"), None),
     "prompt_lookup": (make_drafter("prompt_lookup", window=4, min_ngram=1), None),
-    "two_model": (
-      make_drafter("two_model", window=4, vocab_size=64, num_real_tokens=64, max_length=512),
-      draft,
-    ),
     "prompt_lookup_tree": (make_drafter("prompt_lookup[matches=4,min_ngram=1]", window=4), None),
     "two_model_tree": (
       make_drafter(

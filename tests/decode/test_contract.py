@@ -12,7 +12,13 @@ from tests import contract
 WIDTH = contract.LENGTH_LIMIT
 
 
-@pytest.mark.parametrize(("name", "rule"), contract.PAIRS)
+@pytest.mark.parametrize(
+  ("name", "rule"),
+  [
+    pytest.param(*pair, marks=pytest.mark.slow) if pair in contract.LONGER else pair
+    for pair in contract.PAIRS
+  ],
+)
 def test_pair(name, rule):
   """One compiled program a pair, used three ways: at once, round by round on poisoned memory, again.
 

@@ -275,8 +275,15 @@ def plainly(rule):
   return decoded(contract.built("none")[0], rule)
 
 
-@pytest.mark.parametrize("rule", ("greedy", "draw_and_follow"))
-@pytest.mark.parametrize("parents", (contract.CHAIN, contract.TREE), ids=("chain", "tree"))
+@pytest.mark.parametrize(
+  ("parents", "rule"),
+  [
+    pytest.param(contract.CHAIN, "greedy", id="chain-greedy"),
+    pytest.param(contract.CHAIN, "draw_and_follow", id="chain-sampled", marks=pytest.mark.slow),
+    pytest.param(contract.TREE, "greedy", id="tree-greedy", marks=pytest.mark.slow),
+    pytest.param(contract.TREE, "draw_and_follow", id="tree-sampled"),
+  ],
+)
 @pytest.mark.parametrize("what", USELESS)
 def test_useless_drafters_change_nothing(what, parents, rule):
   """Chains and trees of one id, greedy and sampled: the text is plain's, and ids that are not real are not

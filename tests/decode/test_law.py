@@ -106,7 +106,19 @@ def counts(tokens):
   return np.bincount(np.ravel_multi_index(tuple(tokens.T), shape), minlength=VOCAB ** tokens.shape[1])
 
 
-@pytest.mark.parametrize("case", CASES)
+# Their laws are enumerated in `tests/verify`, and the loop is the others': with the longer suite.
+LONGER = (
+  "lookup-speculative",
+  "tree-sample-recursive",
+  "tree-top_k-recursive",
+  "tree-distinct-traversal",
+  "lookup-tree-traversal",
+)
+
+
+@pytest.mark.parametrize(
+  "case", [pytest.param(case, marks=pytest.mark.slow) if case in LONGER else case for case in CASES]
+)
 def test_f1_joint_law_of_six_tokens(case):
   """729 texts against their exact probabilities, 100000 draws or more.
 

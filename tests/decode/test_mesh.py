@@ -26,5 +26,5 @@ def test_eight_devices_say_what_one_says():
     timeout=600,
   )
   assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-  names = ["none", "prompt_lookup", "two_model", "prompt_lookup_tree", "two_model_tree"]
+  names = ["none", "prompt_lookup", "prompt_lookup_tree", "two_model_tree"]
   assert done.stdout.split() == names, done.stdout

@@ -31,7 +31,13 @@ ADJUSTED = dict(
   min_new_tokens=(0, 5, 30, 0),
   logit_bias=({}, {3: -100.0}, {}, {5: 2.0, 7: 3.0}),
 )
-DRAFTERS = ("prompt_lookup", "prompt_lookup_tree", "two_model_top_k", "two_model_tree_top_k")
+SLOW = pytest.mark.slow
+DRAFTERS = (
+  pytest.param("prompt_lookup", marks=SLOW),
+  "prompt_lookup_tree",
+  pytest.param("two_model_top_k", marks=SLOW),
+  "two_model_tree_top_k",
+)
 
 
 def run(name, rule, **kwargs):
@@ -257,8 +263,15 @@ def test_the_processed_law_of_a_text():
 # --- log-probabilities -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ("none", "two_model_sample", "two_model_tree_distinct"))
-@pytest.mark.parametrize("which", ("raw", "processed"))
+@pytest.mark.parametrize(
+  ("name", "which"),
+  [
+    ("none", "processed"),
+    ("two_model_tree_distinct", "raw"),
+    pytest.param("two_model_tree_distinct", "processed", marks=SLOW),
+    pytest.param("two_model_sample", "raw", marks=SLOW),
+  ],
+)
 def test_log_probabilities_are_those_of_one_forward(name, which):
   """Of every emitted token, drafted or not: log softmax of the logits that plain decoding saw, raw or as
   they were drawn from. Fails when they are read at the token's own node instead of its parent's.

@@ -109,7 +109,13 @@ def with_draft(case):
   }
 
 
-@pytest.mark.parametrize("method", METHODS)
+ORDINARY = ("lookup-recursive", "chain-block", "tree-traversal")
+
+
+@pytest.mark.parametrize(
+  "method",
+  [method if method in ORDINARY else pytest.param(method, marks=pytest.mark.slow) for method in METHODS],
+)
 @settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
 @given(case=cases, order=st.permutations(range(ROWS)))
 def test_a_run_keeps_what_plain_says(method, case, order):

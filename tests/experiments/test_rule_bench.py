@@ -210,7 +210,6 @@ def test_resumes_after_a_kill_with_the_same_numbers(bench, first, tmp_path, caps
 
 
 def test_plot(bench, first, tmp_path):
-  pytest.importorskip("matplotlib")
   path = tmp_path / "rules.png"
   assert bench(first, f"--plot={path}") == 0
   assert path.read_bytes().startswith(b"\x89PNG")

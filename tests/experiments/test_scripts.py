@@ -10,7 +10,8 @@ from tests.experiments.tiny import run_script
 
 FIELDS = (
   "question_id turn category drafter rule settings prompt_tokens new_tokens rounds proposed proposed_depth "
-  "accepted accept_counts reach_counts accept_lengths overlap prefill_s decode_s finish_reason token_ids text"
+  "accepted accept_counts reach_counts accept_lengths overlap mean_logprob prefill_s decode_s finish_reason "
+  "token_ids text"
 ).split()
 TREE = "prompt_lookup[matches=4,nodes=9,min_ngram=1]"
 QUESTIONS = [
