@@ -233,6 +233,10 @@ LONGER = {
   ("always_wrong", "speculative_sampling"),
   ("scripted_tree", "draw_and_follow"),
   ("scripted_tree", "recursive_rejection"),
+  ("scripted_tree", "traversal_verification"),
+  ("scripted_ragged", "speculative_sampling"),
+  ("two_model_tree_sample", "recursive_rejection"),
+  ("two_model_tree_top_k", "recursive_rejection"),
 }
 
 

@@ -83,13 +83,19 @@ def visited(case, sound):
   return path
 
 
+# One chain and one tree in the ordinary suite.
+SOME_JUDGED = [
+  pair if pair in (JUDGED[0], JUDGED[-1]) else pytest.param(*pair, marks=pytest.mark.slow) for pair in JUDGED
+]
+
+
 def assert_rows_equal(got, want, rows):
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
     np.testing.assert_array_equal(np.asarray(a)[rows], np.asarray(b)[rows])
 
 
 @pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize(("name", "rule"), JUDGED)
+@pytest.mark.parametrize(("name", "rule"), SOME_JUDGED)
 def test_a_bad_node_ends_its_row_where_it_is_visited(name, rule, bad):
   """At each node in turn: the root, inner nodes, leaves, branches that are not taken.
 
@@ -117,7 +123,7 @@ def test_a_bad_node_ends_its_row_where_it_is_visited(name, rule, bad):
   assert left_out or len(path) == case[2].tree.num_nodes
 
 
-@pytest.mark.parametrize(("name", "rule"), JUDGED)
+@pytest.mark.parametrize(("name", "rule"), SOME_JUDGED)
 def test_the_others_go_on_and_the_row_stays_ended(name, rule):
   """After an error at the root of one row. Fails when an ended row is decoded on, or ends the batch."""
   case = verified(name, rule)
@@ -196,7 +202,14 @@ def test_a_q_that_breaks_now_and_then_keeps_the_law():
   assert 0 < accepted < proposed
 
 
-@pytest.mark.parametrize("policy", ("top_k", "sample", "sample_without_replacement"))
+@pytest.mark.parametrize(
+  "policy",
+  (
+    "top_k",
+    pytest.param("sample", marks=pytest.mark.slow),
+    pytest.param("sample_without_replacement", marks=pytest.mark.slow),
+  ),
+)
 def test_a_draft_model_with_broken_weights(policy):
   """Its embedding of one token is NaN, and once that token is in its cache every row it makes is NaN.
 
@@ -278,7 +291,7 @@ def plainly(rule):
 @pytest.mark.parametrize(
   ("parents", "rule"),
   [
-    pytest.param(contract.CHAIN, "greedy", id="chain-greedy"),
+    pytest.param(contract.CHAIN, "greedy", id="chain-greedy", marks=pytest.mark.slow),
     pytest.param(contract.CHAIN, "draw_and_follow", id="chain-sampled", marks=pytest.mark.slow),
     pytest.param(contract.TREE, "greedy", id="tree-greedy", marks=pytest.mark.slow),
     pytest.param(contract.TREE, "draw_and_follow", id="tree-sampled"),

@@ -108,6 +108,9 @@ def counts(tokens):
 
 # Their laws are enumerated in `tests/verify`, and the loop is the others': with the longer suite.
 LONGER = (
+  "table-follow",
+  "table-block",
+  "two_model-speculative",
   "lookup-speculative",
   "tree-sample-recursive",
   "tree-top_k-recursive",
@@ -167,7 +170,9 @@ def test_the_ruler_sees_small_errors():
   assert chi_square(counts(tokens), joint_law(off, PROMPT, STEPS)) < 1e-6
 
 
-@pytest.mark.parametrize("case", FOLLOWED)
+@pytest.mark.parametrize(
+  "case", ["table-follow", *(pytest.param(case, marks=pytest.mark.slow) for case in list(FOLLOWED)[1:])]
+)
 def test_draw_and_follow_equals_plain_text_for_text(case):
   """The same seeds give the same texts whatever was drafted, chains and trees of every kind.
 

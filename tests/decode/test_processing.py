@@ -99,7 +99,7 @@ def test_i3_each_setting_counts_alone(setting):
   assert row.tokens != [0] * 4 and row.tokens != [0]
 
 
-@pytest.mark.parametrize("name", ("two_model_sample", "two_model_tree_distinct"))
+@pytest.mark.parametrize("name", (pytest.param("two_model_sample", marks=SLOW), "two_model_tree_distinct"))
 def test_i1_processed_sampling_equals_plain(name):
   """Seed by seed with draw and follow; the draft processes as the target does, so that much is accepted."""
   both = {**ADJUSTED, **contract.SAMPLING, "temperature": (0.7, 0.7, 0.0, 0.7)}
@@ -267,9 +267,9 @@ def test_the_processed_law_of_a_text():
   ("name", "which"),
   [
     ("none", "processed"),
-    ("two_model_tree_distinct", "raw"),
+    ("two_model_sample", "raw"),
     pytest.param("two_model_tree_distinct", "processed", marks=SLOW),
-    pytest.param("two_model_sample", "raw", marks=SLOW),
+    pytest.param("two_model_tree_distinct", "raw", marks=SLOW),
   ],
 )
 def test_log_probabilities_are_those_of_one_forward(name, which):

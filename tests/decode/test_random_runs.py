@@ -109,7 +109,7 @@ def with_draft(case):
   }
 
 
-ORDINARY = ("lookup-recursive", "chain-block", "tree-traversal")
+ORDINARY = ("tree-traversal",)
 
 
 @pytest.mark.parametrize(

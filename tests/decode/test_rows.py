@@ -20,7 +20,11 @@ def rows_of(name, rule, **kwargs):
   return contract.comparable(contract.run(name, rule, sampling=contract.SAMPLING, **kwargs))
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+LONGER = ("prompt_lookup_tree", "two_model_tree_sample")
+SOME = [pytest.param(name, marks=pytest.mark.slow) if name in LONGER else name for name in SAMPLED]
+
+
+@pytest.mark.parametrize("name", SOME)
 def test_f3_rows_do_not_depend_on_order_batch_or_padding(name):
   """Fails when noise is keyed by slot, or a row's settings, length or drafts come from a neighbour."""
   rule = rule_of(name)

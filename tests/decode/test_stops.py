@@ -129,3 +129,25 @@ def test_unusable_logits_end_their_row_only():
     assert (rows[0].tokens, rows[0].finish) == ([3, 4, 5], "error")
     assert (rows[1].tokens, rows[1].finish) == ([3, 4], "length")
     assert rows[0].emitted == [3]
+
+
+@pytest.mark.parametrize("drafts", ((3, 4, 5, 6, 7), (3, 4, 5), ()))
+def test_an_error_behind_the_budget_is_not_seen(drafts):
+  """Unusable logits right behind the last token of the budget: "length", whatever was drafted.
+
+  Fails when the block is cut at the error first, so that the reason depends on the drafter.
+  """
+  table = np.zeros((9, VOCAB), np.float32)
+  table[np.arange(7) + 1, [3, 4, 5, 6, 7, 8, 9]] = 50
+  table[4] = np.nan
+  config = decode.DecodeConfig(
+    ScriptedDrafter(((*drafts, *[NOTHING] * (5 - len(drafts))),)),
+    make_rule("speculative_sampling"),
+    num_real_tokens=VOCAB,
+    length_limit=40,
+    prefill_widths=(16,),
+  )
+  weights = decode.Weights(TableTarget(jax.numpy.asarray(table), by="position"))
+  state = decode.prefill(weights, config, [[1, 2]], max_new_tokens=3)
+  (row,) = decode.results(decode.generate(weights, state, config))
+  assert (row.tokens, row.finish) == ([3, 4, 5], "length")

@@ -188,6 +188,7 @@ def test_the_rows_behind_a_context_are_those_of_its_text(first, models):
       assert value == pytest.approx(shared[len(ids) - 10 + position - 1], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_resumes_after_a_kill_with_the_same_numbers(bench, first, tmp_path, capsys, monkeypatch):
   """Torn in the middle of a proposal's rules: these are judged again, the others stay; then only tables."""
   output = str(tmp_path / "killed")
@@ -245,6 +246,7 @@ def test_a_bad_flag_is_one_line(bench, tmp_path, monkeypatch, capsys, flag, word
   assert words in line and not output.exists()
 
 
+@pytest.mark.slow
 def test_the_targets_own_layers_draft(models, tmp_path, capsys):
   """Without a draft model; a layer count that leaves nothing out is refused."""
   asked = tmp_path / "questions.jsonl"

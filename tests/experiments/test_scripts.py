@@ -277,15 +277,19 @@ def test_shipped_and_plain_prompts(tmp_path):
   assert [q.question_id for q in questions.load_questions(str(path))] == [1, 3]
 
 
-def test_decode_bench_measures_every_part(models, tmp_path, capsys):
+@pytest.mark.parametrize(
+  "parts", (("floor", "phases", "rules"), pytest.param(decode_bench.PARTS, marks=pytest.mark.slow))
+)
+def test_decode_bench_measures_every_part(models, tmp_path, capsys, parts):
   """Structure, not times (case P7): each case does its work, and nothing compiles while timing."""
   output = str(tmp_path / "cost")
   flags = [f"--model={models[0]}", "--quick", "--passes=2", "--rounds=4", "--live=20", "--nodes=4"]
+  flags.append(f"--parts={','.join(parts)}")
   assert (
     run_script(decode_bench, *flags, "--slots=512", "--batches=1,2", "--layers=2", f"--output={output}") == 0
   )
   rows = results.read_rows(output)
-  assert {row["part"].split(",")[0] for row in rows} == set(decode_bench.PARTS)
+  assert {row["part"].split(",")[0] for row in rows} == set(parts)
   assert all(row["compile_s"] > 0 for row in rows if row["part"] == "compile")
   assert all(
     row["ms"] > 0 and len(row["samples_ms"]) == 2 for row in rows if row["part"] not in ("compile", "memory")
