@@ -252,7 +252,7 @@ def draft_step(weights: Weights, state: DecodeState, config: DecodeConfig) -> tu
 
   A node counts as proposed only if its row is active, its parent counts, the row's budget leaves room
   for it and a bonus token, and its id is real (a deterministic draft) or was drawn from a q that is a
-  distribution (a sampled one). None of this looks at the id that was drawn, so the law is kept.
+  distribution (a sampled one). Of a sampled id only that q can give it is asked, so the law is kept.
   """
   root = jnp.take_along_axis(state.tokens, jnp.maximum(state.length - 1, 0)[:, None], axis=1)[:, 0]
   context = DraftContext(**_past(weights, state), root=root, active=state.active)

@@ -78,7 +78,7 @@ def test_a_damaged_cached_file_is_fetched_again(fake):
   _, calls = fake
   path = package.fetch("tiny")
   with open(path, "r+b") as file:
-    file.write(b"XXXX")
+    file.write(bytes(4))
   assert package.fetch("tiny") == path and count(calls) == 2
   assert open(path, "rb").read(4) == b"GGUF"
 
