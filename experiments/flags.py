@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 
 from absl import app, flags, logging
 
-from specjax.drafters import DRAFTERS, parse_drafter
+from experiments.methods import parse_method
+from specjax.control import CONTROLS
+from specjax.drafters import DRAFTERS
 from specjax.kernels.tree_attention import IMPLEMENTATIONS
 from specjax.models.sharding import parse_mesh
 from specjax.sampling import MIN_TEMPERATURE, Settings
@@ -30,7 +32,9 @@ DRAFTER = flags.DEFINE_string(
   "drafter",
   "prompt_lookup",
   f"One of {', '.join(DRAFTERS)}, or package.module:factory; options in brackets: "
-  "prompt_lookup[matches=8,nodes=9], two_model[branching=(3,2)].",
+  "prompt_lookup[matches=8,nodes=9], two_model[branching=(3,2)]. With a controller that chooses each round's "
+  f"width ({', '.join(CONTROLS)}): adaptive[of=prompt_lookup], or with widths of your own "
+  "adaptive[of=prompt_lookup[window=2]|prompt_lookup[window=7]].",
 )
 WINDOW = flags.DEFINE_integer(
   "window",
@@ -107,7 +111,7 @@ COMPILATION_CACHE = flags.DEFINE_string(
 
 def _is_drafter(text: str) -> bool:
   try:
-    name, _ = parse_drafter(text)
+    name = parse_method(text).drafter
   except ValueError as error:
     raise flags.ValidationError(str(error)) from None
   return name in DRAFTERS or re.fullmatch(r"[\w.]+:\w+", name) is not None
@@ -160,7 +164,7 @@ def _mesh_ok(text: str) -> bool:
 def _consistent(values: dict) -> bool:
   """Combinations of flags that make no sense; the message names both."""
   rule, window = values["rule"], values["window"]
-  drafter, _ = parse_drafter(values["drafter"])
+  drafter = parse_method(values["drafter"]).drafter
   if drafter == "two_model" and not values["draft_model"]:
     raise flags.ValidationError("--drafter=two_model needs --draft_model")
   if values["min_new_tokens"] > values["max_new_tokens"]:

@@ -15,9 +15,9 @@ from absl import flags
 
 from experiments import STARTED, measure, results, runtime
 from experiments import flags as shared
+from experiments.methods import parse_method
 from specjax import text
 from specjax.decode import RowResult
-from specjax.drafters import parse_drafter
 from specjax.verify import describe
 
 # Copying is what prompt lookup is good at, and what a small model is good at.
@@ -160,7 +160,7 @@ def _identical(job, method, plain, speculative, prompt) -> str:
 def main(_: list[str]) -> None:
   prompt_text = read_prompt()
   batch, drafter = shared.BATCH_SIZE.value, shared.DRAFTER.value
-  if parse_drafter(drafter)[0] == "none":
+  if parse_method(drafter).drafter == "none":
     raise ValueError("--drafter = 'none': the plain run is always made; name a drafter to compare it with")
   directory = None
   if shared.OUTPUT.value:

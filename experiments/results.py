@@ -7,6 +7,7 @@ to the disk, so a kill loses at most the row being written.
 
 from __future__ import annotations
 
+import collections
 import datetime
 import importlib.metadata
 import json
@@ -22,7 +23,7 @@ from absl import flags
 
 from specjax.decode import RowResult
 
-SCHEMA = 3
+SCHEMA = 4
 FLAGS_FILE, RUN_FILE, ROWS_FILE = "flags.txt", "run.json", "rows.jsonl"
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 # Flags of a run that another run of the same directory may change.
@@ -228,7 +229,9 @@ def make_row(
   ``proposed`` counts nodes, ``proposed_depth`` the deepest of each round, ``accept_counts[a]`` rounds that
   accepted a drafts, ``reach_counts[d - 1]`` rounds that reached depth d. ``accept_lengths`` are tokens
   emitted a round, bonus included; their sum is ``new_tokens``. ``overlap`` is the mean Σ min(p, q) over
-  judged drafts, null where it is not known; ``mean_logprob`` that of the new tokens, as --logprobs says.
+  judged drafts, null where it is not known; ``node_counts`` is rounds by nodes the target ran over (1: plain
+  decoding), ``width_counts`` rounds by the width that was asked for (0: none, 1 … in the order of the method's
+  drafters); ``mean_logprob`` that of the new tokens, as --logprobs says.
   Seconds are the row's share of its batch.
   """
   logprobs = result.logprobs or []
@@ -248,6 +251,8 @@ def make_row(
     "accept_counts": result.accept_counts,
     "reach_counts": result.reach_counts,
     "accept_lengths": result.emitted,
+    "node_counts": _counts(result.nodes),
+    "width_counts": _counts(result.width),
     "overlap": result.overlap,
     # A rule for cost experiments emits what the target gives no probability.
     "mean_logprob": statistics.fmean(logprobs) if logprobs and min(logprobs) > -math.inf else None,
@@ -257,6 +262,11 @@ def make_row(
     "token_ids": result.tokens,
     "text": text,
   }
+
+
+def _counts(values: Sequence[int]) -> dict[str, int]:
+  """How often each value is there, by the value as text."""
+  return {str(value): count for value, count in sorted(collections.Counter(values).items())}
 
 
 def median(values: Iterable[float]) -> float:

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import flags as shared
+from experiments.methods import make_control, parse_method
+from specjax import control
 from specjax.base import Drafter, Rule
 from specjax.checkpoints import LoadedModel, check_same_vocabulary, load_model, package
 from specjax.decode import DecodeConfig, Weights
@@ -26,6 +28,9 @@ from specjax.verify import make_rule
 DEFAULT_WINDOWS = {"prompt_lookup": 5, "two_model": 4}
 # Drafters that often propose nothing; such a round then runs the target over the roots alone.
 _OFTEN_SILENT = frozenset({"prompt_lookup"})
+# Drafters without weights, and what a step of theirs is taken to cost in plain rounds where none was measured.
+BUILT_IN = frozenset({"none", "prompt_lookup"})
+_FREE_DRAFT = 0.02
 # Limits are rounded up to this, so that prompts of about one length share a compiled program.
 LENGTH_MULTIPLE = 128
 
@@ -69,15 +74,27 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-  """A way to decode, ready for `decode.prefill` and `decode.generate`."""
+  """A way to decode, ready for `decode.prefill` and `decode.generate`.
+
+  Attributes:
+    name: as `methods.parse_method` reads it.
+    beliefs: where those of an adaptive controller come from.
+  """
 
   name: str
   config: DecodeConfig
   weights: Weights
+  beliefs: str | None = None
 
   @property
   def window(self) -> int:
-    return self.config.drafter.tree.max_depth
+    """The deepest draft."""
+    return max(tree.max_depth for tree in self.config.trees)
+
+  @property
+  def nodes(self) -> int:
+    """Of the widest round, the root included."""
+    return max(tree.num_nodes for tree in self.config.trees)
 
 
 def greedy() -> bool:
@@ -104,11 +121,10 @@ def load_job(drafters: Sequence[str]) -> Job:
   use_compilation_cache()
   mesh = make_mesh(shared.MESH.value)
   times: dict[str, float] = {"download_s": 0.0, "load_s": 0.0}
-  names = {parse_drafter(drafter)[0] for drafter in drafters}
+  names = {parse_method(drafter).drafter for drafter in drafters}
   if "two_model" in names and not shared.DRAFT_MODEL.value:
     raise ValueError("drafter two_model needs --draft_model")
-  built_in = {"none", "prompt_lookup"}
-  if shared.DRAFT_MODEL.value and names <= built_in:
+  if shared.DRAFT_MODEL.value and names <= BUILT_IN:
     raise ValueError(f"--draft_model is not used by {', '.join(drafters)}; pass --drafter=two_model")
   target = _load(shared.MODEL.value, mesh, times)
   if target.tokenizer is None:
@@ -156,19 +172,33 @@ def make_method(job: Job, name: str, limit: int) -> Method:
   Raises:
     ValueError: names that do not exist, or a rule that does not take the drafter's proposals.
   """
-  base, _ = parse_drafter(name)
-  drafter = _make_drafter(job, name)
+  method = parse_method(name)
+  *alternatives, drafter = (_make_drafter(job, text) for text in method.drafters)
+  chosen = control.Fixed() if method.drafter in _OFTEN_SILENT else None
+  if method.control is not None:
+    chosen = make_control(name, method.control, method.options)
   config = DecodeConfig(
     drafter=drafter,
-    rule=_make_rule(drafter),
+    rule=_make_rule((*alternatives, drafter)),
     num_real_tokens=job.target.config.num_real_tokens,
     length_limit=limit,
     implementation=shared.ATTENTION.value,
-    plain_rounds=base in _OFTEN_SILENT,
+    control=chosen,
+    alternatives=tuple(alternatives),
     logprobs=shared.LOGPROBS.value,
   )
-  draft = job.draft.model if job.draft is not None and base not in ("none", "prompt_lookup") else None
-  return Method(name, config, Weights(job.target.model, draft))
+  draft = job.draft.model if job.draft is not None and method.drafter not in BUILT_IN else None
+  beliefs, source = None, None
+  if method.control == "adaptive":
+    beliefs, source = _beliefs(job, config, draft)
+  return Method(name, config, Weights(job.target.model, draft, beliefs=beliefs), source)
+
+
+def _beliefs(job: Job, config: DecodeConfig, draft) -> tuple[control.Beliefs, str]:
+  """What an adaptive controller believes of the widths beforehand, and where that comes from."""
+  size = lambda model: sum(leaf.nbytes for leaf in jax.tree.leaves(model))
+  step = _FREE_DRAFT if draft is None else size(draft) / size(job.target.model)
+  return control.assumed(config.trees, draft_step=step), "assumed, not measured"
 
 
 def _make_drafter(job: Job, text: str) -> Drafter:
@@ -187,16 +217,18 @@ def _make_drafter(job: Job, text: str) -> Drafter:
   return make_drafter(text, **options)
 
 
-def _make_rule(drafter: Drafter) -> Rule:
+def _make_rule(drafters: Sequence[Drafter]) -> Rule:
+  """One rule for the drafters of all widths."""
   name = shared.RULE.value
   # The baseline is plain decoding, whatever the drafts are judged by.
-  if name != "auto" and drafter.name != "none":
+  if name != "auto" and drafters[0].name != "none":
     return make_rule(name)
   if greedy():
     return make_rule("greedy")
-  if drafter.kind == "deterministic":
+  if all(drafter.kind == "deterministic" for drafter in drafters):
     return make_rule("draw_and_follow")
-  return make_rule("block_verification" if drafter.tree.is_chain else "traversal_verification")
+  chains = all(drafter.tree.is_chain for drafter in drafters)
+  return make_rule("block_verification" if chains else "traversal_verification")
 
 
 def same_text(rule: Rule) -> bool:
@@ -206,9 +238,9 @@ def same_text(rule: Rule) -> bool:
 
 def attention(job: Job, method: Method) -> Choice:
   """Which attention verifies a round of the method, and why."""
-  c, tree = job.target.config, method.config.drafter.tree
+  c = job.target.config
   like = lambda *shape: jax.ShapeDtypeStruct(shape, job.target.model.dtype)
-  q, k = like(1, tree.num_nodes, c.num_heads, c.head_dim), like(1, c.num_kv_heads, 128, c.head_dim)
+  q, k = like(1, method.nodes, c.num_heads, c.head_dim), like(1, c.num_kv_heads, 128, c.head_dim)
   return choose(method.config.implementation, q, k)
 
 
@@ -234,7 +266,8 @@ def describe_settings(job: Job, method: Method) -> dict:
   """What of the flags shaped a row of results, for the row's ``settings``."""
   return {
     "window": method.window,
-    "nodes": method.config.drafter.tree.num_nodes,
+    "nodes": method.nodes,
+    "beliefs": method.beliefs,
     "draft_policy": getattr(method.config.drafter, "policy", None),
     "attention": attention(job, method).implementation,
     "temperature": shared.TEMPERATURE.value,

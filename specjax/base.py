@@ -1,4 +1,4 @@
-"""What flows through a round, and the three protocols: `Target`, `Drafter`, `Rule`.
+"""What flows through a round, and the four protocols: `Target`, `Drafter`, `Rule`, `Controller`.
 
 Dimension letters: B row (a sequence of the batch), N node of a draft, G draft depth, T query, S slot,
 Q query head, K kv head, H head size, D model width, V vocabulary. n is the number of committed tokens
@@ -19,6 +19,8 @@ from specjax.tree import DynamicTree, TokenTree, TreeBudget
 
 Array = jax.Array
 State = Any  # a drafter's own
+
+Trees = tuple[TokenTree | TreeBudget, ...]
 
 ProposalKind = Literal["deterministic", "sampled", "sampled_without_replacement"]
 ALL_KINDS = frozenset(get_args(ProposalKind))
@@ -111,6 +113,37 @@ class Verdict:
   judged: Array
 
 
+@flax.struct.dataclass
+class RoundPlan:
+  """What a controller wants of the next round.
+
+  Attributes:
+    width: int32 ``[]``: 0 is plain decoding, i the i-th drafter of the config.
+    depth: int32 ``[B]``, deepest draft a row may propose; with 0 it proposes nothing.
+  """
+
+  width: Array
+  depth: Array
+
+
+@flax.struct.dataclass
+class RoundOutcome:
+  """What became of it.
+
+  Attributes:
+    verified: int32 ``[]``, the width that the target ran at: 0 if nothing was proposed, and a narrower one
+      than planned if that held the draft.
+    depth: int32 ``[B]``, of the deepest draft proposed.
+    accepted: int32 ``[B]``, drafts accepted.
+    emitted: int32 ``[B]``, tokens emitted; of rows that took no part, this and the others mean nothing.
+  """
+
+  verified: Array
+  depth: Array
+  accepted: Array
+  emitted: Array
+
+
 @runtime_checkable
 class Target(Protocol):
   """A model as the loop sees it: a pytree of weights that is called. See `models.Decoder.__call__`."""
@@ -136,14 +169,17 @@ class _Structure:
 
 @jax.tree_util.register_pytree_node_class
 class Weights:
-  """What is never donated: the target, a pytree that is called, the drafter's weights, the processor.
+  """What is never donated: the target, a pytree that is called, the drafter's weights, the processor, and
+  what the controller believes beforehand.
 
   Flattened once, when made: flattening a module of 270 leaves costs a compiled call 8 ms, which a host
   loop over rounds would pay each time. With the leaves kept it is 0.2 ms.
   """
 
-  def __init__(self, target: Target, drafter: Any = None, processor: TokenProcessor | None = None):
-    leaves, treedef = jax.tree.flatten((target, drafter, processor))
+  def __init__(
+    self, target: Target, drafter: Any = None, processor: TokenProcessor | None = None, beliefs: Any = None
+  ):
+    leaves, treedef = jax.tree.flatten((target, drafter, processor, beliefs))
     self._leaves, self._structure = leaves, _Structure(treedef)
 
   @property
@@ -157,6 +193,10 @@ class Weights:
   @property
   def processor(self) -> TokenProcessor | None:
     return jax.tree.unflatten(self._structure.treedef, self._leaves)[2]
+
+  @property
+  def beliefs(self) -> Any:
+    return jax.tree.unflatten(self._structure.treedef, self._leaves)[3]
 
   def tree_flatten(self):
     return self._leaves, self._structure
@@ -195,7 +235,11 @@ class Drafter(Protocol):
     """Drafts behind ``context.root``. May use scratch rows of the target's cache and hands it back."""
 
   def extend(self, weights: Any, state: State, committed: Committed) -> State:
-    """What a round kept: root and accepted drafts. T is the depth of the round's proposal and 1."""
+    """What a round kept: root and accepted drafts. T is the depth of the round's proposal and 1.
+
+    Under a controller drafters that differ in width only share one state: a round may be plain (nothing
+    was drafted, T = 1), and a chain that ended early is kept by the drafter of a narrower one.
+    """
 
 
 class StatelessDrafter:
@@ -232,3 +276,29 @@ class Rule(Protocol):
   needs: Literal["argmax", "probs"]
 
   def __call__(self, target: Array, proposal: Proposal, settings: Settings, length: Array) -> Verdict: ...
+
+
+class Controller(Protocol):
+  """Chooses each round's width: static, hashable, pure functions of arrays.
+
+  A choice may use committed text and what earlier rounds did, never this round's noise: then every rule
+  keeps the law whatever is chosen, since each width keeps it given the text so far.
+
+  Attributes:
+    name: as in flags and results.
+  """
+
+  name: str
+
+  def init(self, beliefs: Any, trees: Trees, batch: int) -> State:
+    """State of fresh rows; row is axis 0 of every leaf. ``trees[i - 1]`` is the topology of width i.
+
+    Raises:
+      ValueError: beliefs that do not fit the widths, or topologies it cannot choose between.
+    """
+
+  def plan(self, beliefs: Any, trees: Trees, control: State, rows: Any) -> tuple[RoundPlan, State]:
+    """The next round, from ``rows`` (a `DecodeState`) before it."""
+
+  def learn(self, beliefs: Any, trees: Trees, rows: Any, plan: RoundPlan, outcome: RoundOutcome) -> State:
+    """What the round taught; ``rows`` is the state before the round, its ``control`` what `plan` made."""

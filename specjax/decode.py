@@ -7,13 +7,14 @@ differing. Plain decoding is the same loop with the drafter ``none``.
 
 `draft_step`, `verify_step` and `accept_step` are jit-compiled and public; `decode_round` is their
 composition, `run_rounds` a `lax.while_loop` over it, and `generate` calls that. Every function that takes
-a state donates it.
+a state donates it. With a controller each round runs at one of a few compiled widths, plain decoding
+among them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -23,10 +24,10 @@ import numpy as np
 
 from specjax import cache as kv
 from specjax import processors, sampling
-from specjax.base import Committed, DraftContext, Proposal, Verdict, Weights
+from specjax.base import Committed, DraftContext, Proposal, RoundOutcome, RoundPlan, Verdict, Weights
+from specjax.prefill import prefill, prefill_chunk, prefill_chunks
 from specjax.processors import History, Processed
 from specjax.results import Finish, RoundLog, RowResult, results
-from specjax.sampling import Settings
 from specjax.state import (
   MAX_STOP_IDS,
   DecodeConfig,
@@ -81,149 +82,6 @@ class Verification:
   taps: Array | None  # [B, N, taps, D]
 
 
-# --- prefill ---------------------------------------------------------------------------------------
-
-
-def _check_prompts(config, prompts, max_new_tokens, stop_ids):
-  """Per-row limits and padded stop ids, or one clear error."""
-  batch = len(prompts)
-  if not batch:
-    raise ValueError("prompts is empty; at least one is needed")
-  budgets = np.broadcast_to(np.asarray(max_new_tokens), (batch,))
-  if budgets.dtype.kind not in "iu" or (budgets < 1).any():
-    raise ValueError(f"max_new_tokens = {max_new_tokens!r}; it must be an integer of at least 1")
-  for row, prompt in enumerate(prompts):
-    if not len(prompt):
-      raise ValueError(f"prompt {row} is empty; it needs at least one token")
-    if len(prompt) > config.length_limit:
-      raise ValueError(f"prompt {row} has {len(prompt)} tokens; the length limit is {config.length_limit}")
-    ids = np.asarray(prompt)
-    if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= config.num_real_tokens:
-      raise ValueError(f"prompt {row} holds an id outside [0, {config.num_real_tokens})")
-  per_row = stop_ids if len(stop_ids) and np.ndim(stop_ids[0]) else [stop_ids] * batch
-  if len(per_row) != batch:
-    raise ValueError(f"stop_ids has {len(per_row)} rows for {batch} prompts")
-  padded = np.full((batch, MAX_STOP_IDS), -1, np.int32)
-  for row, ids in enumerate(per_row):
-    if len(ids) > MAX_STOP_IDS:
-      raise ValueError(f"stop_ids of row {row} has {len(ids)} ids; the limit is {MAX_STOP_IDS}")
-    if len(ids) and np.asarray(ids).dtype.kind not in "iu":
-      raise ValueError(f"stop_ids of row {row} = {list(ids)}; they must be integers")
-    padded[row, : len(ids)] = ids
-  lengths = np.array([len(prompt) for prompt in prompts], np.int64)
-  return np.minimum(lengths + budgets, config.length_limit).astype(np.int32), padded
-
-
-def _check_settings(config, settings, budgets):
-  """What of the settings depends on the vocabulary and the budgets."""
-  least, ids = np.asarray(settings.min_new_tokens), np.asarray(settings.bias_ids)
-  for row in np.flatnonzero(least > np.maximum(budgets, 0)):
-    raise ValueError(f"min_new_tokens = {least[row]} in row {row}; it has room for {budgets[row]} new tokens")
-  if ids.max(initial=-1) >= config.num_real_tokens:
-    raise ValueError(
-      f"logit_bias holds id {ids.max()}; the vocabulary has {config.num_real_tokens} real tokens"
-    )
-
-
-def _checked_states(processor, like, given):
-  """``given`` with the structure, shapes and types of ``like``, as copies."""
-  given = jax.tree.map(jnp.array, given)
-  shapes = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), tree)
-  if shapes(given) != shapes(like):
-    raise ValueError(f"processor_state is {shapes(given)}; the processor's states are {shapes(like)}")
-  if hasattr(processor, "check"):
-    processor.check(given)
-  return given
-
-
-def prefill_chunks(rows: int, config: DecodeConfig) -> list[tuple[int, int]]:
-  """``(start, width)`` of the chunks that cover ``rows`` positions and fit the buffer."""
-  widths, chunks, start = config.prefill_widths, [], 0
-  while start < rows:
-    fitting = [width for width in widths if start + width <= config.slots]
-    width = next((width for width in fitting if width >= rows - start), fitting[-1])
-    chunks.append((start, width))
-    start += width
-  return chunks
-
-
-@functools.partial(jax.jit, static_argnames=("config", "width"), donate_argnames="state")
-def prefill_chunk(weights: Weights, state: DecodeState, start: Array, config: DecodeConfig, width: int):
-  """Positions ``start … start + width`` of every prompt; a row ends at its last token but one."""
-  tokens = jax.lax.dynamic_slice_in_dim(state.tokens, start, width, axis=1)
-  valid = start + jnp.arange(width) < state.length[:, None] - 1
-  output = weights.target(
-    tokens, state.cache, taps=config.drafter.taps, logits=False, implementation=config.implementation
-  )
-  return state.replace(
-    cache=kv.commit(output.cache, None, valid.sum(axis=1, dtype=jnp.int32)),
-    drafter=config.drafter.prefill(weights.drafter, state.drafter, Committed(tokens, valid, output.taps)),
-  )
-
-
-def prefill(
-  weights: Weights,
-  config: DecodeConfig,
-  prompts: Sequence[Sequence[int]],
-  *,
-  settings: Settings | None = None,
-  max_new_tokens: int | Sequence[int] = 128,
-  stop_ids: Sequence[int] | Sequence[Sequence[int]] = (),
-  processor_state: Any = None,
-  mesh: jax.sharding.Mesh | None = None,
-) -> DecodeState:
-  """A state whose rows hold the prompts, ready for the first round. Emits nothing.
-
-  Prompts are cut into chunks of a few compiled widths and padded on the right. A prompt of P tokens
-  writes P - 1 rows; its last token is the first root. A prompt as long as the limit gives a row that
-  has ended with `Finish.LENGTH` and no new token.
-
-  Args:
-    weights: of target and drafter.
-    config: static part.
-    prompts: token ids, a sequence a row.
-    settings: sampling of each row; None is greedy.
-    max_new_tokens: budget, one or one a row.
-    stop_ids: ids that end a row, for all rows or one sequence a row.
-    processor_state: where `Weights.processor` begins in each row, leaves ``[B, …]``; None is its start.
-    mesh: shards the state; the weights must lie on the same mesh.
-
-  Raises:
-    ValueError: naming the field, the value and the limit, before anything compiles.
-  """
-  limit, stops = _check_prompts(config, prompts, max_new_tokens, stop_ids)
-  batch = len(prompts)
-  settings = Settings.create(batch) if settings is None else settings
-  if settings.seed.shape != (batch,):
-    raise ValueError(f"settings are for {settings.seed.shape[0]} rows; there are {batch} prompts")
-  _check_settings(config, settings, limit - np.array([len(prompt) for prompt in prompts]))
-  if processor_state is not None and weights.processor is None:
-    raise ValueError("processor_state is given, but the weights hold no processor")
-  if config.rule.needs == "argmax" and config.rule.lossless and not bool(settings.greedy.all()):
-    raise ValueError(f"rule {config.rule.name} needs temperature 0 in every row, got {settings.temperature}")
-  lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-  tokens = np.zeros((batch, config.slots), np.int32)
-  for row, prompt in enumerate(prompts):
-    tokens[row, : len(prompt)] = prompt
-  state = init_state(weights, config, batch).replace(
-    tokens=jnp.asarray(tokens),
-    length=jnp.asarray(lengths),
-    prompt_length=jnp.array(lengths),
-    limit=jnp.asarray(limit),
-    stop_ids=jnp.asarray(stops),
-    finish=jnp.asarray(np.where(lengths >= limit, Finish.LENGTH, Finish.NONE).astype(np.int32)),
-    # A copy: the state is donated, the caller's settings are not.
-    settings=jax.tree.map(jnp.array, settings),
-  )
-  if processor_state is not None:
-    state = state.replace(processor=_checked_states(weights.processor, state.processor, processor_state))
-  if mesh is not None:
-    state = shard_state(state, mesh)
-  for start, width in prefill_chunks(int(lengths.max()) - 1, config):
-    state = prefill_chunk(weights, state, np.int32(start), config, width)
-  return state
-
-
 def _check_proposal(proposal: Proposal, config: DecodeConfig) -> None:
   """While tracing: the proposal is what the drafter announced, so that the buffers hold it."""
   drafter, nodes = config.drafter, proposal.tree.num_nodes
@@ -247,15 +105,21 @@ def _check_proposal(proposal: Proposal, config: DecodeConfig) -> None:
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
-def draft_step(weights: Weights, state: DecodeState, config: DecodeConfig) -> tuple[Proposal, DecodeState]:
+def draft_step(
+  weights: Weights, state: DecodeState, config: DecodeConfig, depth: Array | None = None
+) -> tuple[Proposal, DecodeState]:
   """Drafts a tree behind each row's root.
 
   A node counts as proposed only if its row is active, its parent counts, the row's budget leaves room
   for it and a bonus token, and its id is real (a deterministic draft) or was drawn from a q that is a
   distribution (a sampled one). Of a sampled id only that q can give it is asked, so the law is kept.
+
+  Args:
+    depth: int32 ``[B]``, deepest draft of each row; a row with 0 drafts nothing. None is no limit.
   """
-  root = jnp.take_along_axis(state.tokens, jnp.maximum(state.length - 1, 0)[:, None], axis=1)[:, 0]
-  context = DraftContext(**_past(weights, state), root=root, active=state.active)
+  depth = jnp.full_like(state.length, config.drafter.tree.max_depth) if depth is None else depth
+  root = _roots(state)
+  context = DraftContext(**_past(weights, state), root=root, active=state.active & (depth > 0))
   proposal, drafter, cache = config.drafter.propose(weights.drafter, state.drafter, context, state.cache)
   tree = proposal.tree
   _check_proposal(proposal, config)
@@ -270,9 +134,15 @@ def draft_step(weights: Weights, state: DecodeState, config: DecodeConfig) -> tu
     sound = jnp.pad(jnp.isfinite(mass) & (mass > 0), ((0, 0), (0, tree.num_nodes - mass.shape[1])))
     valid &= tree.of_parent(sound)
   valid &= (proposal.tokens >= 0) & (proposal.tokens < ids)
-  valid &= state.active[:, None] & (tree.depths < (state.limit - state.length)[:, None])
+  valid &= context.active[:, None] & (tree.depths <= depth[:, None])
+  valid &= tree.depths < (state.limit - state.length)[:, None]
   proposal = proposal.replace(valid=_whole_paths(valid, tree))
   return proposal, state.replace(drafter=drafter, cache=cache)
+
+
+def _roots(state: DecodeState) -> Array:
+  """int32 ``[B]``: the last committed tokens."""
+  return jnp.take_along_axis(state.tokens, jnp.maximum(state.length - 1, 0)[:, None], axis=1)[:, 0]
 
 
 def _past(weights: Weights, state: DecodeState) -> dict[str, Any]:
@@ -442,6 +312,8 @@ def _log(state, proposal, verdict, emitted) -> RoundLog:
     reached=put(log.reached, verdict.accepted + went_on),
     accepted=put(log.accepted, verdict.accepted),
     emitted=put(log.emitted, emitted),
+    nodes=put(log.nodes, jnp.full_like(emitted, proposal.tree.num_nodes)),
+    width=put(log.width, jnp.ones_like(emitted)),
     overlap=log.overlap + jnp.where(active, verdict.overlap, 0.0),
     judged=log.judged + jnp.where(active, verdict.judged, 0),
   )
@@ -450,27 +322,97 @@ def _log(state, proposal, verdict, emitted) -> RoundLog:
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
 def decode_round(weights: Weights, state: DecodeState, config: DecodeConfig) -> DecodeState:
   """Draft, verify, accept: one target call for every active row."""
-  proposal, state = draft_step(weights, state, config)
+  if config.control is None:
+    proposal, state = draft_step(weights, state, config)
+    return _judge(weights, state, proposal, config)
+  plan, control = config.control.plan(weights.beliefs, config.trees, state.control, state)
+  before, state = state, state.replace(control=control)
+  verified = jnp.int32(0)
+  for group in config.groups:
+    state, verified = _round_of_group(weights, state, config, group, plan, verified)
+  plain = lambda state: _judge(weights, state, _root_only(state), config)
+  state = _run_if(verified == 0, plain, state)
+  state, outcome = _outcome(state, before.active, plan, verified)
+  before = before.replace(control=state.control)
+  return state.replace(control=config.control.learn(weights.beliefs, config.trees, before, plan, outcome))
 
-  def judge(state, proposal):
-    verification, state = verify_step(weights, state, proposal, config)
-    return accept_step(weights, state, proposal, verification, config)
 
-  if not config.plain_rounds or proposal.tree.num_nodes == 1:
-    return judge(state, proposal)
-  drafted = jnp.any(proposal.valid[:, 1:])
-  state = _run_if(drafted, lambda state: judge(state, proposal), state)
-  return _run_if(~drafted, lambda state: judge(state, _root_only(proposal)), state)
+def _judge(weights, state, proposal, config) -> DecodeState:
+  verification, state = verify_step(weights, state, proposal, config)
+  return accept_step(weights, state, proposal, verification, config)
 
 
-def _root_only(proposal: Proposal) -> Proposal:
-  q = None if proposal.q is None else proposal.q[:, :1]
-  return proposal.replace(
-    tokens=proposal.tokens[:, :1], valid=proposal.valid[:, :1], q=q, tree=TokenTree.chain(0)
+def _round_of_group(weights, state, config, group: tuple[int, ...], plan: RoundPlan, verified: Array):
+  """The round at one of the widths of a group, if the plan is one of them and anything is proposed.
+
+  A draft is verified at the narrowest width that holds it: a chain may have ended before its window.
+
+  Returns:
+    The state, and the width that the target ran at: ``verified`` unless it ran here.
+  """
+  at = [config.at_width(width) for width in group]
+  shape = functools.partial(draft_step, weights, config=at[-1], depth=plan.depth)
+  pending = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(shape, state)[0])
+  for width, narrow in zip(group, at):
+
+    def draft(carry, narrow=narrow):
+      proposal, state = draft_step(weights, carry[0], narrow, plan.depth)
+      if narrow.drafter.tree.is_chain:
+        proposal = proposal.replace(tree=carry[1].tree)
+      return state, jax.tree.map(_put_first, carry[1], proposal)
+
+    state, pending = _run_if(plan.width == width, draft, (state, pending))
+  # The root of a proposal is valid, and nothing is where nothing was drafted.
+  deepest = jnp.max(jnp.where(pending.valid, pending.tree.depths, 0))
+  least = 0
+  for width, narrow in zip(group, at):
+    most = narrow.drafter.tree.max_depth
+    judge = lambda state, narrow=narrow: _judge(weights, state, _first_nodes(pending, narrow), narrow)
+    fits = (deepest > least) & (deepest <= most)
+    state = _run_if(fits, judge, state)
+    verified, least = jnp.where(fits, width, verified), most
+  return state, verified
+
+
+def _put_first(into: Array, what: Array) -> Array:
+  """``what`` as the first entries of ``into``, which has as many dimensions and is nowhere smaller."""
+  if into.shape == what.shape:
+    return what
+  return jax.lax.dynamic_update_slice(into, what, (0,) * into.ndim)
+
+
+def _first_nodes(chain: Proposal, config: DecodeConfig) -> Proposal:
+  """The first nodes of a chain, as many as the config's drafter proposes; a tree is whole."""
+  tree = config.drafter.tree
+  if chain.tree.num_nodes == tree.num_nodes:
+    return chain
+  nodes = tree.num_nodes
+  q = None if chain.q is None else chain.q[:, :nodes]
+  return chain.replace(tokens=chain.tokens[:, :nodes], valid=chain.valid[:, :nodes], q=q, tree=tree)
+
+
+def _root_only(state: DecodeState) -> Proposal:
+  """A proposal of nothing: the round is plain decoding."""
+  tokens = _roots(state)[:, None]
+  return Proposal(tokens, jnp.ones_like(tokens, bool), None, tree=TokenTree.chain(0), kind="deterministic")
+
+
+def _outcome(state: DecodeState, active: Array, plan: RoundPlan, verified: Array):
+  """What the round that has just been logged brought, and the state whose log knows the plan."""
+  log = state.log
+  last = jnp.maximum(log.rounds - 1, 0)
+  width = _write(log.width, jnp.full_like(last, plan.width).astype(jnp.uint8)[:, None], last)
+  state = state.replace(log=log.replace(width=jnp.where(active[:, None], width, log.width)))
+  at_last = lambda column: jnp.take_along_axis(column, last[:, None], axis=1)[:, 0].astype(jnp.int32)
+  return state, RoundOutcome(
+    verified=verified,
+    depth=at_last(log.depth),
+    accepted=at_last(log.accepted),
+    emitted=at_last(log.emitted),
   )
 
 
-def _run_if(condition: Array, step: Callable[[DecodeState], DecodeState], state: DecodeState) -> DecodeState:
+def _run_if(condition: Array, step: Callable[[Any], Any], state: Any) -> Any:
   """``step(state)`` if the condition holds: a loop of at most one turn.
 
   A loop updates what it carries in place; `lax.cond` copies every cache its branches hand back.

@@ -45,17 +45,17 @@ def write(name: str, options: Mapping[str, Any]) -> str:
   return f"{name}[{inside}]" if inside else name
 
 
-def split(text: str) -> list[str]:
+def split(text: str, separator: str = ",") -> list[str]:
   """Names with commas between them, each with its options, none twice."""
-  return list(dict.fromkeys(part.strip() for part in _parts(text)))
+  return list(dict.fromkeys(part.strip() for part in _parts(text, separator)))
 
 
-def _parts(text: str) -> list[str]:
-  """Cut at commas that stand in no bracket."""
+def _parts(text: str, separator: str = ",") -> list[str]:
+  """Cut at separators that stand in no bracket."""
   parts, depth = [""], 0
   for character in text:
     depth += (character in "([") - (character in ")]")
-    if character == "," and not depth:
+    if character == separator and not depth:
       parts.append("")
     else:
       parts[-1] += character

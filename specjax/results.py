@@ -35,6 +35,8 @@ class RoundLog:
   reached: Array  # drafts accepted, and one more if something was proposed behind the last of them
   accepted: Array
   emitted: Array
+  nodes: Array  # that the target ran over, the root included
+  width: Array  # which of the config's drafters was asked, from 1; 0 is none of them
   overlap: Array  # float32 [B], sum of Σ min(p, q) over judged drafts
   judged: Array  # int32 [B]
 
@@ -52,6 +54,8 @@ class RowResult:
       was proposed behind the last of them.
     accepted: drafts accepted a round.
     emitted: tokens a round, the bonus included; what stops cut away is not counted.
+    nodes: over which the target ran, the root included, proposed or not; 1 is plain decoding.
+    width: which drafter of `DecodeConfig.drafters` was asked, from 1; 0 if a controller asked none.
     overlap: mean Σ min(p, q) over judged drafts (the expected acceptance there), None if unknown.
     logprobs: natural logarithm of each new token's probability, None if not asked for.
   """
@@ -64,6 +68,8 @@ class RowResult:
   reached: list[int]
   accepted: list[int]
   emitted: list[int]
+  nodes: list[int]
+  width: list[int]
   overlap: float | None
   logprobs: list[float] | None
 
@@ -94,7 +100,7 @@ class RowResult:
 
 def results(state: Any) -> list[RowResult]:
   """Reads the rows of a `DecodeState` back. Copies what it needs: the state stays usable."""
-  small = state.replace(cache=None, drafter=None, settings=None, processor=None)
+  small = state.replace(cache=None, drafter=None, settings=None, processor=None, control=None)
   host = jax.device_get(small)
   rows = []
   for b in range(host.length.shape[0]):
@@ -111,6 +117,8 @@ def results(state: Any) -> list[RowResult]:
         reached=host.log.reached[b, :rounds].tolist(),
         accepted=host.log.accepted[b, :rounds].tolist(),
         emitted=host.log.emitted[b, :rounds].tolist(),
+        nodes=host.log.nodes[b, :rounds].tolist(),
+        width=host.log.width[b, :rounds].tolist(),
         overlap=float(host.log.overlap[b]) / judged if judged else None,
         logprobs=None if host.logprobs is None else host.logprobs[b, start:end].tolist(),
       )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import cache as kv
-from specjax.base import Drafter, Rule, Weights
+from specjax.base import Controller, Drafter, Rule, Trees, Weights
 from specjax.processors import TokenProcessor
 from specjax.results import Finish, RoundLog
 from specjax.sampling import Settings
@@ -34,8 +34,11 @@ class DecodeConfig:
     prefill_widths: chunk widths of the prefill, ascending; each compiles once. The widest is the chunk
       of long prompts.
     implementation: of `kernels.tree_attention`.
-    plain_rounds: a round in which no row proposes anything runs the target over the roots alone. Worth a
-      second copy of the target in the program where a drafter often has nothing to say.
+    control: chooses each round's width: plain decoding, one of ``alternatives``, or ``drafter``. A round in
+      which no row proposes anything runs the target over the roots alone. None: every round has the
+      drafter's width.
+    alternatives: the same drafter at other widths, with the same weights and state. Each width is a copy of
+      the target in the program.
     logprobs: of emitted tokens: under the ``processed`` distribution (a greedy row's is a point mass: 0),
       under the ``raw`` one (softmax of the target's own logits, a pass over the vocabulary more), or ``off``.
   """
@@ -46,17 +49,25 @@ class DecodeConfig:
   length_limit: int
   prefill_widths: tuple[int, ...] = (16, 64, 128, 256)
   implementation: str = "auto"
-  plain_rounds: bool = False
+  control: Controller | None = None
+  alternatives: tuple[Drafter, ...] = ()
   logprobs: Literal["processed", "raw", "off"] = "processed"
 
   def __post_init__(self):
-    if self.drafter.kind not in self.rule.kinds:
-      raise ValueError(
-        f"rule {self.rule.name} takes {sorted(self.rule.kinds)} proposals; "
-        f"drafter {self.drafter.name} makes {self.drafter.kind} ones"
-      )
-    if self.rule.chains_only and not self.drafter.tree.is_chain:
-      raise ValueError(f"rule {self.rule.name} takes chains; drafter {self.drafter.name} proposes a tree")
+    for drafter in self.drafters:
+      if drafter.kind not in self.rule.kinds:
+        raise ValueError(
+          f"rule {self.rule.name} takes {sorted(self.rule.kinds)} proposals; "
+          f"drafter {drafter.name} makes {drafter.kind} ones"
+        )
+      if self.rule.chains_only and not drafter.tree.is_chain:
+        raise ValueError(f"rule {self.rule.name} takes chains; drafter {drafter.name} proposes a tree")
+      if (drafter.name, drafter.taps) != (self.drafter.name, self.drafter.taps):
+        raise ValueError(f"alternatives holds {drafter.name}; it must be {self.drafter.name} at other widths")
+      if self.control is not None and drafter.tree.max_depth < 1:
+        raise ValueError(f"drafter {drafter.name} proposes nothing; control = {self.control.name} needs drafts")
+    if self.alternatives and self.control is None:
+      raise ValueError("alternatives needs a control that chooses between them; it is None")
     if self.logprobs not in ("processed", "raw", "off"):
       raise ValueError(f"logprobs = {self.logprobs!r}; it must be processed, raw or off")
     if self.length_limit < 2:
@@ -73,8 +84,29 @@ class DecodeConfig:
   @property
   def slots(self) -> int:
     """Capacity of every buffer: the length limit and the widest round behind it."""
-    needed = self.length_limit + self.drafter.tree.num_nodes
+    needed = self.length_limit + max(tree.num_nodes for tree in self.trees)
     return -(-needed // kv.SLOT_MULTIPLE) * kv.SLOT_MULTIPLE
+
+  @property
+  def drafters(self) -> tuple[Drafter, ...]:
+    """Width i > 0 is ``drafters[i - 1]``; width 0 is plain decoding."""
+    return (*self.alternatives, self.drafter)
+
+  @property
+  def trees(self) -> Trees:
+    return tuple(drafter.tree for drafter in self.drafters)
+
+  @property
+  def groups(self) -> tuple[tuple[int, ...], ...]:
+    """Widths whose drafts begin alike: chains, shortest first; every tree is a group of its own."""
+    chains = [i for i, tree in enumerate(self.trees, start=1) if tree.is_chain]
+    chains.sort(key=lambda width: self.trees[width - 1].num_nodes)
+    trees = [(i,) for i, tree in enumerate(self.trees, start=1) if not tree.is_chain]
+    return ((tuple(chains),) if chains else ()) + tuple(trees)
+
+  def at_width(self, width: int) -> DecodeConfig:
+    """As if the drafter of that width were the only one."""
+    return dataclasses.replace(self, drafter=self.drafters[width - 1], alternatives=(), control=None)
 
 
 @flax.struct.dataclass
@@ -92,6 +124,7 @@ class DecodeState:
   drafter: Any
   processor: Any  # states of a `TokenProcessor`, behind the last committed token
   log: RoundLog
+  control: Any  # what the controller has seen of each row
   logprobs: Array | None  # float32 [B, C], of the tokens beside them; a prompt's are not known
 
   @property
@@ -103,6 +136,7 @@ class DecodeState:
 def init_state(weights: Weights, config: DecodeConfig, batch: int) -> DecodeState:
   """``batch`` empty rows."""
   slots = config.slots
+  _check_alike(weights, config, batch)
   zeros = lambda: jnp.zeros((batch,), jnp.int32)
   rounds = lambda: jnp.zeros((batch, slots), jnp.uint8)
   return DecodeState(
@@ -117,8 +151,20 @@ def init_state(weights: Weights, config: DecodeConfig, batch: int) -> DecodeStat
     drafter=config.drafter.init(weights.drafter, batch, slots),
     processor=_start(weights.processor, batch),
     logprobs=None if config.logprobs == "off" else jnp.zeros((batch, slots), jnp.float32),
-    log=RoundLog(zeros(), *(rounds() for _ in range(5)), jnp.zeros((batch,), jnp.float32), zeros()),
+    control=None if config.control is None else config.control.init(weights.beliefs, config.trees, batch),
+    log=RoundLog(zeros(), *(rounds() for _ in range(7)), jnp.zeros((batch,), jnp.float32), zeros()),
   )
+
+
+def _check_alike(weights: Weights, config: DecodeConfig, batch: int) -> None:
+  """That drafters of all widths have one kind of state."""
+  shapes = [
+    jax.eval_shape(lambda of, drafter=drafter: drafter.init(of, batch, config.slots), weights.drafter)
+    for drafter in config.drafters
+  ]
+  for drafter, shape in zip(config.drafters, shapes):
+    if shape != shapes[-1]:
+      raise ValueError(f"alternatives holds {drafter}, whose state is not that of {config.drafter}")
 
 
 def _start(processor: TokenProcessor | None, batch: int) -> Any:

@@ -17,9 +17,10 @@ import numpy as np
 
 from specjax import decode
 from specjax.base import Proposal
+from specjax.control import Fixed
 from specjax.drafters import make_drafter
 from specjax.sampling import Settings
-from specjax.testing import TruthDrafter, perturbed, tiny_model
+from specjax.testing import ScriptedControl, TruthDrafter, perturbed, tiny_model
 from specjax.tree import TokenTree
 from specjax.verify import make_rule
 
@@ -94,17 +95,19 @@ class DrafterCase:
 
 
 def two_model(model, policy, branching=()):
-  config = model.config
-  drafter = make_drafter(
+  return two_model_drafter(model, policy, branching), model
+
+
+def two_model_drafter(model, policy, branching=(), window=WINDOW):
+  return make_drafter(
     "two_model",
-    window=WINDOW,
+    window=window,
     branching=branching,
     vocab_size=VOCAB,
     num_real_tokens=VOCAB,
-    max_length=config.max_length,
+    max_length=model.config.max_length,
     policy=policy,
   )
-  return drafter, model
 
 
 def last_token(window: int = WINDOW):
@@ -156,7 +159,7 @@ DRAFTERS: dict[str, DrafterCase] = {
   "prompt_lookup_plain_rounds": DrafterCase(
     lambda: (make_drafter("prompt_lookup", window=WINDOW, max_ngram=2, min_ngram=2), None),
     rules=("greedy", "speculative_sampling"),
-    changes=dict(plain_rounds=True),
+    changes=dict(control=Fixed()),
   ),
   "two_model_top_k": DrafterCase(
     lambda: two_model(draft(), "top_k"),
@@ -174,7 +177,7 @@ DRAFTERS: dict[str, DrafterCase] = {
       None,
     ),
     rules=("greedy", "draw_and_follow", *TREE_RULES),
-    changes=dict(plain_rounds=True),
+    changes=dict(control=Fixed()),
   ),
   "two_model_tree_top_k": DrafterCase(
     lambda: two_model(draft(), "top_k", (2, 1, 2)),
@@ -195,7 +198,7 @@ DRAFTERS: dict[str, DrafterCase] = {
     lambda: two_model(other_draft(), "sample"),
     rules=("speculative_sampling",),
     ragged=False,
-    changes=dict(plain_rounds=True),  # behind its length limit it has nothing to say
+    changes=dict(control=Fixed()),  # behind its length limit it has nothing to say
     caches=lambda state: {"draft": (other_draft(), state.cache)},
   ),
   "self_draft": DrafterCase(
@@ -208,6 +211,30 @@ DRAFTERS: dict[str, DrafterCase] = {
   "scripted_ragged": DrafterCase(lambda: truth(CHAIN, RAGGED), rules=("greedy", "speculative_sampling")),
   "scripted_tree": DrafterCase(
     lambda: truth(TREE, RAGGED_TREE), rules=("greedy", "draw_and_follow", *TREE_RULES)
+  ),
+  # Under a controller: plain, short, long, tree in turn, rows that propose nothing or less among them.
+  "prompt_lookup_widths": DrafterCase(
+    lambda: (make_drafter("prompt_lookup", window=WINDOW, min_ngram=1, max_ngram=2), None),
+    rules=("greedy", "draw_and_follow"),
+    changes=dict(
+      control=ScriptedControl((1, 2, 0, 3)),
+      alternatives=(
+        make_drafter("prompt_lookup", window=2, min_ngram=1, max_ngram=2),
+        make_drafter("prompt_lookup", window=3, min_ngram=1, max_ngram=2, matches=5, nodes=7),
+      ),
+    ),
+  ),
+  "two_model_widths": DrafterCase(
+    lambda: two_model(draft(), "sample"),
+    rules=("traversal_verification", "greedy"),
+    caches=lambda state: {"draft": (draft(), state.cache)},
+    changes=dict(
+      control=ScriptedControl((3, 0, 1, 2, 0, 0, 0, 0, 0)),
+      alternatives=(
+        two_model_drafter(target(), "sample", window=2),
+        two_model_drafter(target(), "sample", (2, 2), window=3),
+      ),
+    ),
   ),
   "from_outside": DrafterCase(
     lambda: (make_drafter("tests.contract:last_token", window=WINDOW), None), rules=("greedy",), ragged=False
@@ -237,6 +264,8 @@ LONGER = {
   ("scripted_ragged", "speculative_sampling"),
   ("two_model_tree_sample", "recursive_rejection"),
   ("two_model_tree_top_k", "recursive_rejection"),
+  ("prompt_lookup_widths", "draw_and_follow"),
+  ("two_model_widths", "greedy"),
 }
 
 
@@ -270,8 +299,9 @@ def start(name: str, *, rows=tuple(range(BATCH)), budgets=BUDGETS, stop_ids=(), 
     sampling: settings, each a value a row (of all rows); None is greedy.
     **changes: fields of `DecodeConfig`.
   """
-  drafter, weights = built(name)
-  rule = "speculative_sampling" if drafter.tree.is_chain else "draw_and_follow"
+  weights = built(name)[1]
+  # The prefill does not depend on the rule, so one that takes everything will do.
+  rule = "draw_and_follow"
   picked = {field: [values[i] for i in rows] for field, values in (sampling or {}).items()}
   return decode.prefill(
     weights,

@@ -148,6 +148,9 @@ class TwoModel:
       processed with the row's own settings, which is reported as q. ``sample_without_replacement``: the
       same without the tokens of elder siblings; a child that finds nothing left is not proposed.
       ``top_k``: the most likely tokens, a deterministic draft.
+    confidence: nodes below one where the draft gives its most likely token less than this (before
+      temperature and cut-offs) are not proposed. It looks at the distribution, not at what is drawn from it,
+      which would bias the law (AdaEDL; Kangaroo stops in this way).
     implementation: of `tree_attention` in the draft model.
   """
 
@@ -156,6 +159,7 @@ class TwoModel:
   num_real_tokens: int
   max_length: int
   policy: Policy = "sample"
+  confidence: float = 0.0
   implementation: str = "auto"
 
   name: ClassVar[str] = "two_model"
@@ -166,6 +170,8 @@ class TwoModel:
       raise ValueError(f"two_model: the tree has {self.tree.num_nodes} node; a draft needs at least 2")
     if self.policy not in get_args(Policy):
       raise ValueError(f"policy = {self.policy!r}; it must be one of {', '.join(get_args(Policy))}")
+    if not 0 <= self.confidence <= 1:
+      raise ValueError(f"confidence = {self.confidence}; it must be in [0, 1]")
     most = max(map(len, self.tree.children))
     if most > self.num_real_tokens:
       raise ValueError(f"two_model: a node has {most} children; there are {self.num_real_tokens} real tokens")
@@ -192,7 +198,8 @@ class TwoModel:
     # Back to committed rows only; a row that is not decoding keeps what it had.
     fed_to = jnp.where(context.active, jnp.maximum(context.length - 1, 0), state.cache.length)
     fed = _plan(self.tree).num_rows
-    state = TwoModelState(cache.replace(length=fed_to), jnp.full_like(context.length, fed))
+    fed = jnp.where(context.active, fed, 0)
+    state = TwoModelState(cache.replace(length=fed_to), fed.astype(jnp.int32))
     return self._proposal(context, drafted), state, target_cache
 
   def extend(self, weights, state, committed):
@@ -225,7 +232,7 @@ class TwoModel:
 
     Rounds that did not draft leave rows behind; with none behind this loop does not run.
     """
-    block = self.tree.max_depth + 1
+    block = self.tree.num_nodes  # the buffer has room for as many
     behind = lambda cache: jnp.where(context.active, context.length - cache.length, 0)
 
     def feed(cache):
@@ -257,17 +264,30 @@ class TwoModel:
       return (output.cache, *feed(children)), children
 
     start = (cache, *feed(parents))
-    if len(run) == 1:
-      (cache, *_), children = step(start, run[0])
-      return cache, [children]
-    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *run)
-    (cache, *_), children = jax.lax.scan(step, start, stacked)
-    return cache, [jax.tree.map(lambda leaf, i=i: leaf[i], children) for i in range(len(run))]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *run)
+    at = lambda tree, i: jax.tree.map(lambda leaf: leaf[i], tree)
+    grown = jax.eval_shape(lambda start: step(start, run[0])[1], start)
+    grown = jax.tree.map(lambda leaf: jnp.zeros((len(run), *leaf.shape), leaf.dtype), grown)
+
+    def grow(carry):
+      start, grown, _, i = carry
+      start, children = step(start, at(stacked, i))
+      grown = jax.tree.map(lambda all, new: all.at[i].set(new), grown, children)
+      return start, grown, jnp.any(children.found & context.active[:, None]), i + 1
+
+    # Ends where no row has a node left to draft behind.
+    more = lambda carry: carry[2] & (carry[3] < len(run))
+    going_on = jnp.any(parents.found & context.active[:, None])
+    (cache, *_), grown, _, _ = jax.lax.while_loop(more, grow, (start, grown, going_on, jnp.int32(0)))
+    return cache, [at(grown, i) for i in range(len(run))]
 
   def _children(self, logits: Array, context: DraftContext, level: _Level, paths: Array) -> _Children:
     """Chooses the children behind ``logits [B, F, V_draft]`` and ``paths [B, F, G]`` of the fed nodes."""
-    processed = processors.process(self._over_target_vocabulary(logits), context, paths)
+    logits = self._over_target_vocabulary(logits)
+    processed = processors.process(logits, context, paths)
     usable = ~processed.unusable
+    if self.confidence > 0:
+      usable &= jnp.max(jax.nn.softmax(logits, axis=-1), axis=-1) >= self.confidence
     ranks = level.nodes.shape[1]
     if self.policy == "top_k":
       if ranks == 1:
@@ -281,7 +301,7 @@ class TwoModel:
       at = jnp.broadcast_to(context.length[:, None], q.shape[:2])
       tokens, found = [], []
       for rank in range(ranks):
-        found.append(left.sum(axis=-1) > 0)
+        found.append(usable & (left.sum(axis=-1) > 0))
         u = sampling.uniform(context.settings.seed, Purpose.DRAFT, at, level.nodes[:, rank])
         tokens.append(sampling.draw(left, u))
         if self.policy == "sample_without_replacement":

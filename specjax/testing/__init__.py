@@ -4,7 +4,8 @@ Shipped with the package, so that a drafter from outside can be held to the same
 
 * `tiny_model`, `perturbed`: real decoders of a few thousand weights.
 * `TableTarget`: a target whose law is a table, with a cache that shows every mistake in bookkeeping.
-* `ScriptedDrafter`, `TruthDrafter`, `SampledDrafter`: drafts that are known beforehand.
+* `ScriptedDrafter`, `TruthDrafter`, `SampledDrafter`: drafts that are known beforehand; `ScriptedControl`: so are
+  the widths of rounds.
 * `draft_context`: what a drafter is asked with, without a loop.
 * `process`, `joint_law`, `round_law`, `drafts_of`, `fixed_noise`: exact laws by enumeration.
 * `poison`, `fresh_cache`, `assert_cache_rows`: are the valid cache rows right, and only they used?
@@ -19,13 +20,21 @@ from specjax.testing.checks import (
   teacher_forced,
 )
 from specjax.testing.oracle import RoundLaw, chi_square, drafts_of, fixed_noise, joint_law, process, round_law
-from specjax.testing.scripted import NOTHING, SampledDrafter, ScriptedDrafter, TruthDrafter, draft_context
+from specjax.testing.scripted import (
+  NOTHING,
+  SampledDrafter,
+  ScriptedControl,
+  ScriptedDrafter,
+  TruthDrafter,
+  draft_context,
+)
 from specjax.testing.targets import TableTarget, perturbed, tiny_config, tiny_model
 
 __all__ = [
   "NOTHING",
   "RoundLaw",
   "SampledDrafter",
+  "ScriptedControl",
   "ScriptedDrafter",
   "TableTarget",
   "TruthDrafter",

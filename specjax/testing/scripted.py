@@ -1,4 +1,4 @@
-"""Drafters whose drafts are known beforehand; they also record what the loop feeds them."""
+"""Drafters whose drafts are known beforehand, which also record what the loop feeds them, and a controller."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import processors, sampling
-from specjax.base import Committed, DraftContext, Proposal
+from specjax.base import Committed, DraftContext, Proposal, RoundPlan
 from specjax.sampling import Purpose, Settings
 from specjax.tree import TokenTree
 
@@ -201,3 +201,29 @@ class SampledDrafter(_Recording):
       tokens, jnp.ones_like(tokens, bool), jnp.stack(q, axis=1), tree=self.tree, kind=self.kind
     )
     return proposal, state.replace(rounds=state.rounds + context.active), target_cache
+
+
+@dataclasses.dataclass(frozen=True)
+class ScriptedControl:
+  """Widths in a circle, whatever happens; every third round a row proposes nothing, and one less deep.
+
+  Attributes:
+    script: widths round by round, 0 is plain decoding.
+  """
+
+  script: tuple[int, ...]
+
+  name: ClassVar[str] = "scripted"
+
+  def init(self, beliefs, trees, batch):
+    return jnp.zeros((batch,), jnp.int32)
+
+  def plan(self, beliefs, trees, control, rows):
+    width = jnp.asarray(self.script, jnp.int32)[jnp.max(control) % len(self.script)]
+    deepest = jnp.asarray([0, *(tree.max_depth for tree in trees)], jnp.int32)[width]
+    turn = (control + rows.prompt_length) % 3
+    depth = jnp.where(turn == 0, 0, jnp.where(turn == 1, jnp.maximum(deepest - 1, 1), deepest))
+    return RoundPlan(width, jnp.where(rows.active & (width > 0), depth, 0)), control
+
+  def learn(self, beliefs, trees, rows, plan, outcome):
+    return rows.control + rows.active

@@ -1,0 +1,84 @@
+"""How a way to decode is written in flags and results: ``prompt_lookup``, or ``adaptive[of=prompt_lookup]``.
+
+A drafter alone runs at one width. With a controller it runs at several, chosen round by round: the
+controller's options stand in its brackets, and ``of`` names the drafter, at its usual widths, or lists
+widths with bars between them: ``adaptive[of=two_model[window=2]|two_model[window=6],allowance=1]``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from specjax import options
+from specjax.control import CONTROLS
+from specjax.drafters import parse_drafter
+
+# Widths that a controller chooses from where a drafter is named alone: short, long, tree.
+WIDTHS = {
+  "prompt_lookup": ("prompt_lookup[window=2]", "prompt_lookup[window=5]", "prompt_lookup[matches=4,nodes=8]"),
+  "two_model": ("two_model[window=2]", "two_model[window=5]", "two_model[branching=(2,2),window=3]"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class MethodText:
+  """A method taken apart.
+
+  Attributes:
+    control: name of the controller, None without.
+    options: of the controller.
+    drafters: the widths' drafters, as `drafters.make_drafter` reads them.
+  """
+
+  control: str | None
+  options: dict[str, Any]
+  drafters: tuple[str, ...]
+
+  @property
+  def drafter(self) -> str:
+    """The drafter's name without options, the same for all widths."""
+    return parse_drafter(self.drafters[0])[0]
+
+
+def parse_method(text: str) -> MethodText:
+  """Takes a method apart.
+
+  Raises:
+    ValueError: brackets that cannot be read, a controller without ``of``, or widths of different drafters.
+  """
+  name, own = options.parse("drafter", text)
+  if name not in CONTROLS:
+    return MethodText(None, {}, (text,))
+  of = own.pop("of", None)
+  if not isinstance(of, str):
+    raise ValueError(f"drafter = {text!r}; it must say of what: {name}[of=prompt_lookup]")
+  drafters = tuple(options.split(of, "|"))
+  names = {parse_drafter(drafter)[0] for drafter in drafters}
+  if len(names) > 1 or names & set(CONTROLS):
+    raise ValueError(f"drafter = {text!r}; its widths must be those of one drafter, got {', '.join(sorted(names))}")
+  if len(drafters) == 1:
+    drafters = _usual_widths(drafters[0])
+  if name == "plus2_minus1":
+    drafters = tuple(drafter for drafter in drafters if not _is_tree(drafter))
+  make_control(text, name, own)
+  return MethodText(name, own, drafters)
+
+
+def make_control(text: str, name: str, own: dict[str, Any]):
+  """The controller of a method."""
+  return options.make("drafter", text, CONTROLS[name], own)
+
+
+def _usual_widths(drafter: str) -> tuple[str, ...]:
+  """The drafter at its usual widths, with the options it has; one that names its shape is taken as it is."""
+  name, own = parse_drafter(drafter)
+  if name not in WIDTHS or own.keys() & {"window", "branching", "matches", "nodes"}:
+    return (drafter,)
+  widths = (parse_drafter(width)[1] for width in WIDTHS[name])
+  return tuple(options.write(name, {**own, **width}) for width in widths)
+
+
+def _is_tree(drafter: str) -> bool:
+  own = parse_drafter(drafter)[1]
+  return own.get("matches", 1) != 1 or bool(own.get("branching"))
