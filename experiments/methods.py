@@ -56,7 +56,9 @@ def parse_method(text: str) -> MethodText:
   drafters = tuple(options.split(of, "|"))
   names = {parse_drafter(drafter)[0] for drafter in drafters}
   if len(names) > 1 or names & set(CONTROLS):
-    raise ValueError(f"drafter = {text!r}; its widths must be those of one drafter, got {', '.join(sorted(names))}")
+    raise ValueError(
+      f"drafter = {text!r}; its widths must be those of one drafter, got {', '.join(sorted(names))}"
+    )
   if len(drafters) == 1:
     drafters = _usual_widths(drafters[0])
   if name == "plus2_minus1":

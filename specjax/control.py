@@ -54,7 +54,16 @@ class Beliefs:
 
   @classmethod
   def create(
-    cls, trees: Trees, *, verify, draft, live=(0.0,), catch_up=0.0, proposing=1.0, acceptance=0.6, strength=4.0
+    cls,
+    trees: Trees,
+    *,
+    verify,
+    draft,
+    live=(0.0,),
+    catch_up=0.0,
+    proposing=1.0,
+    acceptance=0.6,
+    strength=4.0,
   ) -> Beliefs:
     """Beliefs about the widths of ``trees``, checked; numbers stand for every width, live length or depth.
 
@@ -85,9 +94,13 @@ class Beliefs:
     except ValueError as error:
       raise ValueError(f"beliefs do not fit {widths} widths and a depth of {depth}: {error}") from None
     _check(np.all(np.diff(live) > 0), "live", live, "ascending")
-    _check(np.all(fields["verify"] > 0) and np.all(np.isfinite(fields["verify"])), "verify", verify, "above 0")
+    _check(
+      np.all(fields["verify"] > 0) and np.all(np.isfinite(fields["verify"])), "verify", verify, "above 0"
+    )
     for name in ("draft", "catch_up"):
-      _check(np.all(fields[name] >= 0) and np.all(np.isfinite(fields[name])), name, fields[name], "at least 0")
+      _check(
+        np.all(fields[name] >= 0) and np.all(np.isfinite(fields[name])), name, fields[name], "at least 0"
+      )
     _check(strength > 0, "strength", strength, "above 0")
     for name in ("proposing", "acceptance"):
       _check(np.all((fields[name] >= 0) & (fields[name] <= 1)), name, fields[name], "in [0, 1]")
@@ -170,8 +183,8 @@ class Adaptive:
   allowance: float = 2.0
   refill: float = 0.01
   ceiling: float = 6.0
-  memory: float = 0.95
-  curiosity: float = 1.0
+  memory: float = 0.97
+  curiosity: float = 1.5
   look_around: int = 32
   least_gain: float = 0.05
 
@@ -241,7 +254,9 @@ class Adaptive:
     joins = active & (explore | (gain[:, width] >= self.least_gain)) & (width > 0)
     return RoundPlan(width, jnp.where(joins, jnp.asarray(depths)[width], 0).astype(jnp.int32)), control
 
-  def learn(self, beliefs: Beliefs, trees: Trees, rows: Any, plan: RoundPlan, outcome: RoundOutcome) -> Evidence:
+  def learn(
+    self, beliefs: Beliefs, trees: Trees, rows: Any, plan: RoundPlan, outcome: RoundOutcome
+  ) -> Evidence:
     seen: Evidence = rows.control
     verify, draft, catch_up = _costs(beliefs, seen, rows)
     cost = verify[outcome.verified] + jnp.where(plan.width > 0, (draft + catch_up)[plan.width], 0)

@@ -65,7 +65,9 @@ class DecodeConfig:
       if (drafter.name, drafter.taps) != (self.drafter.name, self.drafter.taps):
         raise ValueError(f"alternatives holds {drafter.name}; it must be {self.drafter.name} at other widths")
       if self.control is not None and drafter.tree.max_depth < 1:
-        raise ValueError(f"drafter {drafter.name} proposes nothing; control = {self.control.name} needs drafts")
+        raise ValueError(
+          f"drafter {drafter.name} proposes nothing; control = {self.control.name} needs drafts"
+        )
     if self.alternatives and self.control is None:
       raise ValueError("alternatives needs a control that chooses between them; it is None")
     if self.logprobs not in ("processed", "raw", "off"):

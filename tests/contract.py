@@ -265,7 +265,7 @@ LONGER = {
   ("two_model_tree_sample", "recursive_rejection"),
   ("two_model_tree_top_k", "recursive_rejection"),
   ("prompt_lookup_widths", "draw_and_follow"),
-  ("two_model_widths", "greedy"),
+  ("two_model_widths", "traversal_verification"),
 }
 
 

@@ -101,15 +101,17 @@ def drafts_of(draft_law: Law | Sequence[int], tree: TokenTree, kind: str, valid=
     tree: its shape.
     kind: siblings are independent draws of one distribution, draws without the tokens of elder ones, or
       fixed. A sibling that finds nothing left to draw is invalid.
-    valid: bool ``[N]``, nodes that are proposed at all.
+    valid: bool ``[N]``, nodes that are proposed at all; or a function of the drafts before a node, ``()``,
+      ``(x1,)``, …, that says whether it is.
   """
-  valid = [True] * tree.num_nodes if valid is None else list(valid)
+  valid = [True] * tree.num_nodes if valid is None else valid
+  says = valid if callable(valid) else None
   drafts = [Draft((0,), (True,), 1.0)]
   for node, parent in enumerate(tree.parents[1:], start=1):
     grown = []
     for tokens, good, share in drafts:
       options = []
-      if valid[node] and good[parent]:
+      if good[parent] and (says(_context(tokens, tree, parent)) if says else valid[node]):
         if kind == "deterministic":
           options = [(draft_law[node - 1], 1.0)]
         else:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from specjax import decode, sampling
+from specjax.control import Adaptive, Beliefs, Fixed, PlusTwoMinusOne
 from specjax.drafters import make_drafter
 from specjax.sampling import Settings
 from specjax.testing import SampledDrafter, TableTarget, chi_square, joint_law, process
@@ -28,9 +29,9 @@ TARGET = TableTarget.random(10, VOCAB, by="token", spread=1.2)
 DRAFT = TableTarget.random(11, VOCAB, by="token", spread=1.2)
 
 
-def two_model(**options):
+def two_model(window=2, **options):
   sizes = dict(vocab_size=VOCAB, num_real_tokens=VOCAB, max_length=99)
-  return make_drafter("two_model", window=2, **sizes, **options)
+  return make_drafter("two_model", window=window, **sizes, **options)
 
 
 TREES = {
@@ -71,7 +72,30 @@ FOLLOWED = {
   "lookup-tree": (*LOOKUP_TREE, "draw_and_follow"),
   **{name: (*tree(name), "draw_and_follow") for name in TREES},
 }
-FAMILY = len(CASES) + 2  # with truncation, and the rows that are sampled in a mixed batch
+# The round's width and how deep each row may draft follow from what earlier rounds accepted: drafter,
+# narrower ones, their weights, rule, controller.
+CONTROLLED = {
+  "table-adaptive": (
+    lambda: (SampledDrafter(2), SampledDrafter(1)),
+    DRAFT.table,
+    "speculative_sampling",
+    Adaptive(least_gain=0.6),
+  ),
+  "two_model-plus2": (
+    lambda: (two_model(window=3), two_model(), two_model(window=1)),
+    DRAFT,
+    "block_verification",
+    PlusTwoMinusOne(start=2),
+  ),
+  "tree-adaptive": (
+    lambda: (two_model(), two_model(window=1), two_model(**TREES["tree-distinct"])),
+    DRAFT,
+    "traversal_verification",
+    Adaptive(least_gain=0.6),
+  ),
+  "confidence": (lambda: (two_model(window=3, confidence=0.43),), DRAFT, "block_verification", Fixed()),
+}
+FAMILY = len(CASES) + len(CONTROLLED) + 2  # with truncation, and the rows that are sampled in a mixed batch
 ALPHA = 0.003 / FAMILY
 BATCHES = {"plain": 4, "table-speculative": 4}  # of ROWS draws; others 2
 
@@ -81,12 +105,26 @@ def config_of(drafter, rule, **changes):
   return decode.DecodeConfig(drafter=drafter, rule=make_rule(rule), **{**fields, **changes})
 
 
+def program(case):
+  """Config and weights of a case."""
+  if case not in CONTROLLED:
+    make, draft, rule = (CASES | FOLLOWED)[case]
+    return config_of(make(), rule), decode.Weights(TARGET, draft)
+  make, draft, rule, control = CONTROLLED[case]
+  drafter, *narrower = make()
+  config = config_of(drafter, rule, alternatives=tuple(narrower), control=control)
+  # Drafting looks cheap, so that it goes on; a row that was rejected soon expects less than `least_gain`.
+  verify = [1.0, *(1 + 0.01 * tree.num_nodes for tree in config.trees)]
+  beliefs = Beliefs.create(
+    config.trees, verify=verify, draft=0 * np.array(verify), acceptance=0.5, strength=2.0
+  )
+  return config, decode.Weights(TARGET, draft, beliefs=beliefs)
+
+
 @functools.cache
 def sample(case, batches=0, *, mixed=False, **settings):
   """``(tokens [rows, STEPS], accepted drafts, proposed drafts)``; mixed: every other row is greedy."""
-  make, draft, rule = (CASES | FOLLOWED)[case]
-  config = config_of(make(), rule)
-  weights = decode.Weights(TARGET, draft)
+  config, weights = program(case)
   temperature = [1.0, 0.0] * (ROWS // 2) if mixed else 1.0
   settings = Settings.create(ROWS, **{"temperature": temperature, **settings})
   start = decode.prefill(weights, config, [PROMPT] * ROWS, settings=settings)
@@ -99,6 +137,16 @@ def sample(case, batches=0, *, mixed=False, **settings):
     accepted += int(np.asarray(state.log.accepted, np.int64).sum())
     proposed += int(np.asarray(state.log.proposed, np.int64).sum())
   return np.concatenate(tokens), accepted, proposed
+
+
+def proposed_depths(case):
+  """How deep each round of each row drafted, over 50000 texts."""
+  config, weights = program(case)
+  settings = Settings.create(ROWS, temperature=1.0, seed=np.arange(ROWS))
+  state = decode.prefill(weights, config, [PROMPT] * ROWS, settings=settings)
+  state = decode.generate(weights, state, config, decode.ALL_ROUNDS)
+  written = np.arange(config.slots) < np.asarray(state.log.rounds)[:, None]
+  return np.asarray(state.log.depth)[written]
 
 
 def counts(tokens):
@@ -116,11 +164,15 @@ LONGER = (
   "tree-top_k-recursive",
   "tree-distinct-traversal",
   "lookup-tree-traversal",
+  "two_model-plus2",
+  "tree-adaptive",
+  "confidence",
 )
 
 
 @pytest.mark.parametrize(
-  "case", [pytest.param(case, marks=pytest.mark.slow) if case in LONGER else case for case in CASES]
+  "case",
+  [pytest.param(case, marks=pytest.mark.slow) if case in LONGER else case for case in (*CASES, *CONTROLLED)],
 )
 def test_f1_joint_law_of_six_tokens(case):
   """729 texts against their exact probabilities, 100000 draws or more.
@@ -134,6 +186,9 @@ def test_f1_joint_law_of_six_tokens(case):
   assert chi_square(counts(tokens), law) > ALPHA
   if case != "plain":
     assert 0.05 * proposed < accepted < 0.9 * proposed  # both ways through the rule were taken
+  if case in CONTROLLED:
+    depths = np.bincount(proposed_depths(case))
+    assert (depths[depths > 0] > 1000).sum() > 2, depths  # rows drafted to several depths, nothing among them
 
 
 def test_e5_law_with_temperature_and_truncation():

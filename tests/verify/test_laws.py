@@ -11,7 +11,7 @@ import pytest
 from specjax import sampling
 from specjax.base import ALL_KINDS, Proposal
 from specjax.sampling import Purpose, Settings
-from specjax.testing import TableTarget, fixed_noise, joint_law, process, round_law
+from specjax.testing import TableTarget, fixed_noise, joint_law, oracle, process, round_law
 from specjax.tree import TokenTree, TreeBudget
 from specjax.verify import RULES, make_rule
 
@@ -155,6 +155,38 @@ def test_a_round_over_a_chain_has_the_targets_joint_law(rule, kind, law):
 def test_a_chain_may_end_early(rule, kind, valid):
   """Fails when γ is the width of the program, or a draft behind an invalid one is judged."""
   check(rule, kind, RANDOM, OTHER, (-1, 0, 1, 2), valid=valid)
+
+
+@pytest.mark.parametrize(
+  ("rule", "kind", "tree"),
+  [
+    *((rule, "sampled", (-1, 0, 1, 2)) for rule in CHAIN_RULES),
+    *((rule, kind, (-1, 0, 0, 0, 1)) for rule in TREE_RULES for kind in KINDS[1:]),
+  ],
+)
+def test_drafting_may_stop_by_what_is_known_before_a_draw(rule, kind, tree):
+  """Nodes are proposed where the draft is confident behind the drafts so far, so some texts go on and some
+  end: the law is kept. Fails for a rule whose verdict on a draft depends on whether another was proposed."""
+  stops = lambda context: OTHER(context).max() > 0.45
+  contexts = [(), *((x,) for x in range(4)), *((x, y) for x in range(4) for y in range(4))]
+  assert {stops(context) for context in contexts} == {True, False}
+  check(rule, kind, RANDOM, OTHER, tree, valid=stops)
+
+
+@pytest.mark.parametrize("rule", CHAIN_RULES)
+def test_dropping_a_draft_for_what_it_is_biases_the_law(rule, monkeypatch):
+  """Why confidence looks at the distribution: a first draft that is not proposed because it is itself the
+  least likely one is missed in the law. Fails when the test above could not have failed."""
+  unlikely = min((q, x) for x, q in enumerate(OTHER(())) if q > 0)[1]
+  all_drafts = oracle.drafts_of
+
+  def without_it(*arguments):
+    for draft in all_drafts(*arguments):
+      yield draft._replace(valid=(True,) + (False,) * 3) if draft.tokens[1] == unlikely else draft
+
+  monkeypatch.setattr(oracle, "drafts_of", lambda *arguments: list(without_it(*arguments)))
+  got = round_law(make_rule(rule), RANDOM, OTHER, TokenTree((-1, 0, 1, 2)), kind="sampled")
+  assert np.abs(first(got) - RANDOM(())).max() > 1e-3  # the laws above agree to 1e-6
 
 
 def law_of(rule, law, draft, kind="sampled"):
