@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from specjax.analysis.checks import at_least, numbers, shares, short, whole
+
 SCHEMA = 1
 KEY_FIELDS = (
   "platform",
@@ -140,23 +142,24 @@ class CostTable:
       os.fsync(file.fileno())
     os.replace(part, path)
 
-  def round_ms_at(self, nodes: float, *, batch: float = 1, live: float) -> float:
+  def round_ms_at(self, nodes: float, *, batch: float = 1, live: Any) -> Any:
     """Milliseconds of a round that verifies ``nodes`` nodes (the root included), the draft free.
 
     Linear between grid points in batch, live length and nodes; beyond the last point of an axis linear
-    from its last two, before the first the first point's. Never below 0.
+    from its last two, before the first the first point's. Never below 0. A float; for an array of live
+    lengths an array of them.
     """
-    _at_least("nodes", nodes, 1)
-    by_nodes = self._at(self.round_ms, batch, live)
-    return max(float(_linear(self.nodes, by_nodes, nodes)), 0.0)
+    at_least("nodes", nodes, 1)
+    by_nodes = np.moveaxis(self._at(self.round_ms, batch), 1, 0)  # [N, L]
+    return _at_lives(self.lives, _linear(self.nodes, by_nodes, nodes), live)
 
-  def draft_ms_at(self, drafter: str, *, batch: float = 1, live: float) -> float:
+  def draft_ms_at(self, drafter: str, *, batch: float = 1, live: Any) -> Any:
     """Milliseconds of one draft (all its nodes), interpolated as in `round_ms_at`.
 
     Raises:
       ValueError: the file has no such drafter.
     """
-    return max(float(self._at(self._draft(drafter)["draft_ms"], batch, live)), 0.0)
+    return _at_lives(self.lives, self._at(self._draft(drafter)["draft_ms"], batch), live)
 
   def draft_cost(self, drafter: str, *, batch: float = 1, live: float) -> float:
     """c of Leviathan et al. 2023: one step of the draft over one plain step of the target."""
@@ -178,7 +181,7 @@ class CostTable:
     measured = np.array(sorted(self.prefill_ms))
     times = np.array([self.prefill_ms[width] for width in measured])
     for width in widths:
-      _at_least("prefill width", width, 1)
+      at_least("prefill width", width, 1)
     return math.fsum(max(float(_linear(measured, times, width)), 0.0) for width in widths)
 
   def matches(self, key: Mapping[str, Any]) -> list[str]:
@@ -193,53 +196,49 @@ class CostTable:
       raise ValueError(f"drafter {drafter!r} is not in the calibration, which has {known}")
     return self.drafts[drafter]
 
-  def _at(self, values: np.ndarray, batch: float, live: float) -> np.ndarray:
-    """``values [B, L, …]`` at a batch and a live length."""
-    _at_least("batch", batch, 1)
-    _at_least("live", live, 0)
-    return _linear(self.lives, _linear(self.batches, values, batch), live)
+  def _at(self, values: np.ndarray, batch: float) -> np.ndarray:
+    """``values [B, L, …]`` at a batch: ``[L, …]``."""
+    at_least("batch", batch, 1)
+    return _linear(self.batches, values, batch)
 
 
-def _linear(grid: np.ndarray, values: np.ndarray, x: float) -> np.ndarray:
-  """``values [G, …]`` at ``x``: linear, beyond the end from the last two, before the start constant."""
-  if len(grid) == 1 or x <= grid[0]:
-    return values[0]
-  right = min(int(np.searchsorted(grid, x)), len(grid) - 1)
-  share = (x - grid[right - 1]) / (grid[right] - grid[right - 1])
-  return values[right - 1] + share * (values[right] - values[right - 1])
+def _linear(grid: np.ndarray, values: np.ndarray, x: Any) -> np.ndarray:
+  """``values [G, …]`` at ``x``: linear, beyond the end from the last two, before the start constant.
+
+  ``x`` is a number, or ``[…]`` of them, which become the first axes.
+  """
+  x = np.asarray(x, np.float64)
+  if len(grid) == 1:
+    return np.broadcast_to(values[0], (*x.shape, *values.shape[1:]))
+  right = np.clip(np.searchsorted(grid, x), 1, len(grid) - 1)
+  part = np.maximum((x - grid[right - 1]) / (grid[right] - grid[right - 1]), 0.0)
+  part = part.reshape(x.shape + (1,) * (values.ndim - 1))
+  return values[right - 1] + part * (values[right] - values[right - 1])
 
 
-def _at_least(name: str, value: float, least: float) -> None:
-  if not least <= value < math.inf:
-    raise ValueError(f"{name} = {value}; it must be a finite number of at least {least}")
-
-
-def _numbers(name: str, value: Any) -> np.ndarray:
-  """Numbers as float64; text, booleans and ragged lists are refused."""
-  try:
-    array = np.asarray(value)
-  except ValueError:
-    raise ValueError(f"{name} is ragged; its rows must be of equal length") from None
-  if array.dtype.kind not in "iuf":
-    raise ValueError(f"{name} = {_short(value)}; it must hold numbers alone")
-  return array.astype(np.float64)
+def _at_lives(grid: np.ndarray, values: np.ndarray, live: Any) -> float | np.ndarray:
+  """``values [L]`` at a live length, or at each of an array of them; never below 0."""
+  lives = np.asarray(live)
+  at_least("live", lives.min() if lives.size else 0, 0)
+  found = np.maximum(_linear(grid, values, lives), 0.0)
+  return found if lives.ndim else float(found)
 
 
 def _axis(name: str, value: Any) -> np.ndarray:
-  array = _numbers(name, value)
+  array = numbers(name, value)
   if array.ndim != 1 or not len(array):
-    raise ValueError(f"{name} = {_short(value)}; it must be a list with an entry")
+    raise ValueError(f"{name} = {short(value)}; it must be a list with an entry")
   wrong = array[~((array >= 1) & (array == np.floor(array)) & np.isfinite(array))]
   if len(wrong):
     raise ValueError(f"{name} has {wrong[0]:g}; it must hold whole numbers of at least 1")
   if (np.diff(array) <= 0).any():
-    raise ValueError(f"{name} = {_short(value)}; it must ascend")
+    raise ValueError(f"{name} = {short(value)}; it must ascend")
   return array.astype(np.int64)
 
 
 def _times(name: str, value: Any, shape: tuple[int, ...], *, positive: bool = False) -> np.ndarray:
   """Milliseconds of the given shape. Differences of times may be 0, times of work may not."""
-  array = _numbers(name, value)
+  array = numbers(name, value)
   if array.shape != shape:
     raise ValueError(f"{name} has the shape {array.shape}; it must be {shape}")
   wrong = array[~(np.isfinite(array) & ((array > 0) if positive else (array >= 0)))]
@@ -252,7 +251,7 @@ def _times(name: str, value: Any, shape: tuple[int, ...], *, positive: bool = Fa
 
 def _named(name: str, value: Any):
   if not isinstance(value, Mapping):
-    raise ValueError(f"{name} = {_short(value)}; it must be an object")
+    raise ValueError(f"{name} = {short(value)}; it must be an object")
   return value.items()
 
 
@@ -269,7 +268,7 @@ def _prefill(value: Any) -> dict[int, float]:
   try:
     widths = _axis("prefill_ms", sorted(map(int, items)))
   except (TypeError, ValueError):
-    raise ValueError(f"prefill_ms has widths {_short(list(items))}; they must be whole numbers") from None
+    raise ValueError(f"prefill_ms has widths {short(list(items))}; they must be whole numbers") from None
   times = {
     int(width): float(_times(f"prefill_ms[{width}]", t, (), positive=True)) for width, t in items.items()
   }
@@ -279,7 +278,7 @@ def _prefill(value: Any) -> dict[int, float]:
 def _draft(name: str, value: Any, shape: tuple[int, int]) -> dict[str, Any]:
   where = f"drafts[{name!r}]"
   cost = _fields_of(where, value, _DRAFT_FIELDS)
-  nodes, depth = (_whole(f"{where}.{field}", cost[field], 1) for field in ("nodes", "depth"))
+  nodes, depth = (whole(f"{where}.{field}", cost[field], 1) for field in ("nodes", "depth"))
   if depth >= nodes:
     raise ValueError(f"{where}.depth = {depth}; it must be below its nodes, {nodes}")
   return cost | {
@@ -293,29 +292,12 @@ def _draft(name: str, value: Any, shape: tuple[int, int]) -> dict[str, Any]:
 def _acceptance(name: str, value: Any) -> dict[str, Any]:
   where = f"acceptance[{name!r}]"
   found = _fields_of(where, value, _ACCEPTANCE_FIELDS)
-  rates = _numbers(f"{where}.rates", found["rates"]) if found["rates"] else np.zeros(0)
-  if rates.ndim != 1 or not ((rates >= 0) & (rates <= 1)).all():
-    raise ValueError(f"{where}.rates = {_short(found['rates'])}; they must be in [0, 1]")
-  proposing = float(_times(f"{where}.proposing", found["proposing"], ()))
-  if proposing > 1:
-    raise ValueError(f"{where}.proposing = {proposing}; it must be in [0, 1]")
   return found | {
     "temperature": float(_times(f"{where}.temperature", found["temperature"], ())),
-    "proposing": proposing,
-    "rates": rates,
-    "rounds": _whole(f"{where}.rounds", found["rounds"], 0),
+    "proposing": float(shares(f"{where}.proposing", found["proposing"], axes=(0,))),
+    "rates": shares(f"{where}.rates", found["rates"]),
+    "rounds": whole(f"{where}.rounds", found["rounds"], 0),
   }
-
-
-def _whole(name: str, value: Any, least: int) -> int:
-  if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
-    raise ValueError(f"{name} = {_short(value)}; it must be a whole number of at least {least}")
-  return int(value)
-
-
-def _short(value: Any) -> str:
-  text = repr(value)
-  return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _plain(value: Any) -> Any:

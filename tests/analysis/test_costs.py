@@ -69,6 +69,17 @@ def test_interpolation(table, nodes, batch, live, ms):
   assert table.round_ms_at(nodes, batch=batch, live=live) == pytest.approx(ms)
 
 
+def test_many_live_lengths_at_once(table):
+  """As one by one. Fails when an axis of the array is taken for another, or an end is treated otherwise."""
+  lives = np.array([3, 64, 100, 256, 900])
+  for ms in (
+    lambda live: table.round_ms_at(3, batch=2, live=live),
+    lambda live: table.draft_ms_at(DRAFTER, batch=2, live=live),
+  ):
+    np.testing.assert_allclose(ms(lives), [ms(int(live)) for live in lives])
+    assert type(ms(100)) is float
+
+
 def test_one_point_is_constant_and_nothing_is_negative():
   """A single batch and live length hold everywhere; a falling curve ends at 0."""
   data = FILE | {
@@ -151,8 +162,8 @@ MALFORMED = [
   (("drafts", DRAFTER, "draft_ms"), [[3.0, 6.0]], r"draft_ms has the shape \(1, 2\); it must be \(2, 2\)"),
   (("drafts", DRAFTER, "draft_ms", 0, 0), -1.0, "draft_ms has -1"),
   (("drafts", DRAFTER, "catch_up_ms"), -1.0, "catch_up_ms has -1"),
-  (("acceptance", "prompt_lookup", "rates"), [1.2], "rates = .* in .0, 1"),
-  (("acceptance", "prompt_lookup", "proposing"), 1.2, "proposing = 1.2; it must be in"),
+  (("acceptance", "prompt_lookup", "rates"), [1.2], "rates = .* each must be in .0, 1"),
+  (("acceptance", "prompt_lookup", "proposing"), 1.2, "proposing = 1.2; each must be in"),
   (("acceptance", "prompt_lookup", "temperature"), -1.0, "temperature has -1"),
   (("acceptance", "prompt_lookup", "rounds"), None, "has no 'rounds'"),
 ]
