@@ -28,6 +28,7 @@ _LATEX = {
   ">": r"\textgreater{}",
   "|": r"\textbar{}",
   "\n": " ",
+  "[": "{[}",  # behind the end of a line it would be read as an option
   DASH: "--",
   "×": r"$\times$",
   "·": r"$\cdot$",

@@ -160,6 +160,7 @@ MALFORMED = [
   (("drafts", DRAFTER, "depth"), 4, "depth = 4; it must be below its nodes, 4"),
   (("drafts", DRAFTER, "nodes"), 0, "nodes = 0; it must be a whole number of at least 1"),
   (("drafts", DRAFTER, "draft_ms"), [[3.0, 6.0]], r"draft_ms has the shape \(1, 2\); it must be \(2, 2\)"),
+  (("drafts", DRAFTER, "draft_ms"), [3.0, 6.0, 5.0, 9.0], r"draft_ms has the shape \(4,\)"),
   (("drafts", DRAFTER, "draft_ms", 0, 0), -1.0, "draft_ms has -1"),
   (("drafts", DRAFTER, "catch_up_ms"), -1.0, "catch_up_ms has -1"),
   (("acceptance", "prompt_lookup", "rates"), [1.2], "rates = .* each must be in .0, 1"),

@@ -113,7 +113,7 @@ def test_a_dear_round_means_plain_decoding():
   assert tree.parents == (-1,) and tree.tokens == 1
 
 
-@pytest.mark.parametrize("rates", (0.8, [0.9, 0.5, 0.4], [0.0], 1.0))
+@pytest.mark.parametrize("rates", (0.8, [0.9, 0.5, 0.4], [0.5, 0.95], [0.0], 1.0))
 @pytest.mark.parametrize("step", (0.0, 0.3, 2.0))
 def test_no_window_beats_the_best(rates, step):
   """Against chain_tokens over costs, for functions and arrays alike.
