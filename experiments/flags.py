@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from absl import app, flags, logging
 
+from specjax import options
 from specjax.drafters import DRAFTERS, parse_drafter
 from specjax.kernels.tree_attention import IMPLEMENTATIONS
 from specjax.models.sharding import parse_mesh
@@ -30,7 +31,8 @@ DRAFTER = flags.DEFINE_string(
   "drafter",
   "prompt_lookup",
   f"One of {', '.join(DRAFTERS)}, or package.module:factory; options in brackets: "
-  "prompt_lookup[matches=8,nodes=9], two_model[branching=(3,2)].",
+  "prompt_lookup[matches=8,nodes=9], two_model[branching=(3,2)]; two_model[layers=4] drafts with the "
+  "target's own first layers and needs no --draft_model.",
 )
 WINDOW = flags.DEFINE_integer(
   "window",
@@ -105,9 +107,32 @@ COMPILATION_CACHE = flags.DEFINE_string(
 )
 
 
+def own_layers(text: str) -> tuple[str, int | None]:
+  """``two_model[layers=4,window=3]`` → ``two_model[window=3]`` and 4: the target's own first layers draft.
+
+  Other drafters stay as they are, with None.
+
+  Raises:
+    ValueError: layers that are no positive number.
+  """
+  name, given = parse_drafter(text)
+  if name != "two_model" or "layers" not in given:
+    return text, None
+  layers = given.pop("layers")
+  if type(layers) is not int or layers < 1:
+    raise ValueError(f"drafter = {text!r}: layers = {layers!r}; it must be a number of layers, at least 1")
+  return options.write(name, given), layers
+
+
+def needs_draft_model(text: str) -> bool:
+  """Whether the drafter is `two_model` with a model of its own."""
+  rest, layers = own_layers(text)
+  return parse_drafter(rest)[0] == "two_model" and layers is None
+
+
 def _is_drafter(text: str) -> bool:
   try:
-    name, _ = parse_drafter(text)
+    name, _ = parse_drafter(own_layers(text)[0])
   except ValueError as error:
     raise flags.ValidationError(str(error)) from None
   return name in DRAFTERS or re.fullmatch(r"[\w.]+:\w+", name) is not None
@@ -161,8 +186,8 @@ def _consistent(values: dict) -> bool:
   """Combinations of flags that make no sense; the message names both."""
   rule, window = values["rule"], values["window"]
   drafter, _ = parse_drafter(values["drafter"])
-  if drafter == "two_model" and not values["draft_model"]:
-    raise flags.ValidationError("--drafter=two_model needs --draft_model")
+  if needs_draft_model(values["drafter"]) and not values["draft_model"]:
+    raise flags.ValidationError("--drafter=two_model needs --draft_model, or two_model[layers=…]")
   if values["min_new_tokens"] > values["max_new_tokens"]:
     least, most = values["min_new_tokens"], values["max_new_tokens"]
     raise flags.ValidationError(f"--min_new_tokens={least} is more than --max_new_tokens={most}")

@@ -17,8 +17,10 @@ from experiments import flags as shared
 from specjax.base import Drafter, Rule
 from specjax.checkpoints import LoadedModel, check_same_vocabulary, load_model, package
 from specjax.decode import DecodeConfig, Weights
-from specjax.drafters import make_drafter, parse_drafter
+from specjax.drafters import DRAFTERS, make_drafter, parse_drafter
 from specjax.kernels.tree_attention import Choice, choose
+from specjax.models import Decoder
+from specjax.models.decoder import truncated
 from specjax.models.sharding import make_mesh, shard_model
 from specjax.sampling import MIN_TEMPERATURE, Settings
 from specjax.verify import make_rule
@@ -50,7 +52,7 @@ class Job:
 
   Attributes:
     target: the model under test.
-    draft: model of `two_model`, None without.
+    draft: model of `two_model` (and of drafters from outside), None without.
     mesh: None is one device.
     chat: prompts go into the chat template.
     times: seconds of ``download_s`` and ``load_s``.
@@ -104,11 +106,9 @@ def load_job(drafters: Sequence[str]) -> Job:
   use_compilation_cache()
   mesh = make_mesh(shared.MESH.value)
   times: dict[str, float] = {"download_s": 0.0, "load_s": 0.0}
-  names = {parse_drafter(drafter)[0] for drafter in drafters}
-  if "two_model" in names and not shared.DRAFT_MODEL.value:
-    raise ValueError("drafter two_model needs --draft_model")
-  built_in = {"none", "prompt_lookup"}
-  if shared.DRAFT_MODEL.value and names <= built_in:
+  if any(map(shared.needs_draft_model, drafters)) and not shared.DRAFT_MODEL.value:
+    raise ValueError("drafter two_model needs --draft_model, or two_model[layers=…]")
+  if shared.DRAFT_MODEL.value and not any(map(_uses_draft_model, drafters)):
     raise ValueError(f"--draft_model is not used by {', '.join(drafters)}; pass --drafter=two_model")
   target = _load(shared.MODEL.value, mesh, times)
   if target.tokenizer is None:
@@ -123,6 +123,11 @@ def load_job(drafters: Sequence[str]) -> Job:
   if chat and not has_template:
     raise ValueError(f"--chat: the tokenizer of {shared.MODEL.value!r} has no chat template; use --nochat")
   return Job(target, draft, mesh, chat, times)
+
+
+def _uses_draft_model(drafter: str) -> bool:
+  """Drafters from outside may use it, the target's own layers do not."""
+  return parse_drafter(drafter)[0] not in DRAFTERS or shared.needs_draft_model(drafter)
 
 
 def _load(source: str, mesh: jax.sharding.Mesh | None, times: dict[str, float]) -> LoadedModel:
@@ -167,11 +172,22 @@ def make_method(job: Job, name: str, limit: int) -> Method:
     plain_rounds=base in _OFTEN_SILENT,
     logprobs=shared.LOGPROBS.value,
   )
-  draft = job.draft.model if job.draft is not None and base not in ("none", "prompt_lookup") else None
-  return Method(name, config, Weights(job.target.model, draft))
+  return Method(name, config, Weights(job.target.model, _draft_model(job, name)))
+
+
+def _draft_model(job: Job, text: str) -> Decoder | None:
+  _, layers = shared.own_layers(text)
+  if layers is None:
+    return job.draft.model if job.draft is not None and _uses_draft_model(text) else None
+  try:
+    return truncated(job.target.model, layers)
+  except ValueError:
+    most = job.target.config.num_layers - 1
+    raise ValueError(f"drafter = {text!r}: layers = {layers}; it must be in [1, {most}]") from None
 
 
 def _make_drafter(job: Job, text: str) -> Drafter:
+  text, layers = shared.own_layers(text)
   name, _ = parse_drafter(text)
   window = DEFAULT_WINDOWS.get(name) if shared.WINDOW.value is None else shared.WINDOW.value
   options = {} if window is None or name == "none" else {"window": window}
@@ -180,7 +196,7 @@ def _make_drafter(job: Job, text: str) -> Drafter:
     options |= dict(
       vocab_size=job.target.config.vocab_size,
       num_real_tokens=job.target.config.num_real_tokens,
-      max_length=job.draft.config.max_length,
+      max_length=(job.target if layers else job.draft).config.max_length,
       policy=("top_k" if greedy() else "sample") if policy == "auto" else policy,
       implementation=shared.ATTENTION.value,
     )
