@@ -5,6 +5,7 @@ A wrong flag ends the script with one line, ``error: …``, and exit code 2, bef
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -107,6 +108,22 @@ COMPILATION_CACHE = flags.DEFINE_string(
 )
 
 
+def ascending(flag: flags.FlagHolder, default: Sequence[int]) -> tuple[int, ...]:
+  """Whole numbers of a list flag, None the default.
+
+  Raises:
+    ValueError: naming the flag, if they do not ascend from at least 1.
+  """
+  if flag.value is None:
+    return tuple(default)
+  values = [int(text) if text.isdecimal() else 0 for text in flag.value]
+  if not values or values[0] < 1 or any(b <= a for a, b in itertools.pairwise(values)):
+    raise ValueError(
+      f"--{flag.name} = {','.join(flag.value)!r}; whole numbers that ascend from at least 1 are needed"
+    )
+  return tuple(values)
+
+
 def own_layers(text: str) -> tuple[str, int | None]:
   """``two_model[layers=4,window=3]`` → ``two_model[window=3]`` and 4: the target's own first layers draft.
 
@@ -130,12 +147,21 @@ def needs_draft_model(text: str) -> bool:
   return parse_drafter(rest)[0] == "two_model" and layers is None
 
 
+def is_drafter(text: str) -> bool:
+  """Whether it names a drafter, or could name one from outside.
+
+  Raises:
+    ValueError: options that cannot be read.
+  """
+  name, _ = parse_drafter(own_layers(text)[0])
+  return name in DRAFTERS or re.fullmatch(r"[\w.]+:\w+", name) is not None
+
+
 def _is_drafter(text: str) -> bool:
   try:
-    name, _ = parse_drafter(own_layers(text)[0])
+    return is_drafter(text)
   except ValueError as error:
     raise flags.ValidationError(str(error)) from None
-  return name in DRAFTERS or re.fullmatch(r"[\w.]+:\w+", name) is not None
 
 
 def _is_rule(text: str) -> bool:
