@@ -9,7 +9,7 @@ Cost models, and the choice of a round's width, read the file (`specjax.analysis
   costs nothing; chains stand for trees, whose rounds of as many nodes were measured equal within 5 %;
 - each drafter's draft alone, by batch and live length, and what it pays a token that it has not seen yet;
 - of the rounds: rule and commit, by nodes;
-- prefill chunks by width, and the host's share of a call;
+- prefill chunks by width, and the host's share of a call, which is taken off the rounds;
 - each drafter's acceptance on --questions (the shipped prompts), at --temperature.
 
 Figures are medians over passes in which the cases of a batch and live length alternate; everything is
@@ -216,7 +216,9 @@ class Calibration:
         yield row_of(names[name], **summary(samples), **self.shape_of(names[name]))
 
   def shape_of(self, case: Case) -> dict[str, int]:
-    """What the row of a draft says beside its times."""
+    """What a row says beside its times: a draft's size, or how many rounds other calls have."""
+    if case.part == "call":
+      return {"turns": self.plan.turns}
     if case.part != "draft":
       return {}
     tree = self.methods[case.of].config.drafter.tree
@@ -315,6 +317,8 @@ class Calibration:
     )
     prompts = [encode(question) for question in self.asked]
     limit = runtime.length_limit(self.job, max(map(len, prompts)) + self.plan.tokens)
+    # Where the prompts fit the buffers of the other cases, their prefill is compiled already.
+    limit = max(limit, self.plan.room)
     method = runtime.make_method(self.job, drafter, limit)
     rows = []
     for prompt in tqdm.tqdm(prompts, desc=f"acceptance of {drafter}", unit="prompt", file=sys.stderr):

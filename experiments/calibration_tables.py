@@ -38,10 +38,14 @@ def table_of(rows: Sequence[Row], key: Mapping[str, Any], made: str) -> CostTabl
   by_part: dict[str, dict[tuple, Row]] = {}
   for row in rows:
     by_part.setdefault(row["part"], {})[row["batch"], row["live"], row["of"]] = row
+  (call,) = by_part["call"].values()
   rounds = by_part["round"]
   batches, lives, nodes = (sorted({case[axis] for case in rounds}) for axis in range(3))
   at_first = lambda part: {of: row["ms"] for (_, _, of), row in by_part[part].items()}
-  accept = at_first("accept")
+  # A timed call has the host's share once, and so many rounds; noise must not leave less than half of it.
+  share = call["ms"] / call["turns"]
+  alone = lambda row: max(row["ms"] - share, row["ms"] / 2)
+  accept = {of: alone(row) for (_, _, of), row in by_part["accept"].items()}
   drafts = {}
   for drafter, catch_up in at_first("catch_up").items():
     found = {(batch, live): row for (batch, live, of), row in by_part["draft"].items() if of == drafter}
@@ -49,7 +53,7 @@ def table_of(rows: Sequence[Row], key: Mapping[str, Any], made: str) -> CostTabl
     drafts[drafter] = {
       "nodes": one["nodes"],
       "depth": one["depth"],
-      "draft_ms": [[found[batch, live]["ms"] for live in lives] for batch in batches],
+      "draft_ms": [[alone(found[batch, live]) for live in lives] for batch in batches],
       "catch_up_ms": catch_up,
     }
   fields = ("temperature", "proposing", "rates", "rounds")
@@ -59,10 +63,10 @@ def table_of(rows: Sequence[Row], key: Mapping[str, Any], made: str) -> CostTabl
     batches=batches,
     lives=lives,
     nodes=nodes,
-    round_ms=[[[rounds[b, live, n]["ms"] for n in nodes] for live in lives] for b in batches],
+    round_ms=[[[alone(rounds[b, live, n]) for n in nodes] for live in lives] for b in batches],
     accept_ms=[accept[n] for n in nodes],
     prefill_ms=at_first("prefill"),
-    call_ms=next(iter(at_first("call").values())),
+    call_ms=call["ms"],
     drafts=drafts,
     acceptance={
       of: {field: row[field] for field in fields} for (_, _, of), row in by_part.get("acceptance", {}).items()
