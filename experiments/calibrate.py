@@ -73,7 +73,7 @@ QUICK = flags.DEFINE_bool("quick", False, "Fewer cases, passes and prompts.", al
 
 NOT_USED = ("drafter", "rule", "batch_size", "max_new_tokens", "max_length", "warmup", "repeats")
 # Blocks of committed tokens that a drafter is kept from seeing, to time how it catches up.
-_BLOCKS = 4
+_BLOCKS = 16
 
 
 class Case(NamedTuple):

@@ -61,14 +61,14 @@ def _word(text: str) -> str:
 
 
 def load(job: runtime.Job) -> CostTable | None:
-  """The calibration that --calibration names, or the one of this device and target; None without one.
+  """The calibration that --calibration names, or the one of this device and target; None if not made yet.
 
   Raises:
-    ValueError: a file that is malformed, that is not there although named, or that is of something else.
+    ValueError: a file that is malformed, or that is of another device, target or version.
   """
   key = key_of(job)
   path = CALIBRATION.value or path_of(key)
-  if not CALIBRATION.value and not os.path.exists(path):
+  if not os.path.exists(path):
     return None
   table = CostTable.read(path)
   check_key(path, table.key, key)

@@ -59,24 +59,30 @@ def sentence(rows: Sequence[Row]) -> str:
   response = max(row["response"] for row in rows)
   acceptances, costs = axes_of(rows)
   grid = grid_of(rows, response, "speedup")
-  gains, never = [], None
-  for (c, layers), speedups in zip(costs, grid, strict=True):
-    at = crossing(acceptances, speedups)
-    name = "a free draft" if not layers else f"a draft of {layers} layer{'s' * (layers > 1)} (c = {c:.2f})"
-    if at is None:
-      never = c if never is None else never
-    elif at == acceptances[0]:
-      gains.append(f"from {at:g} on, the least that was run, for {name}")
-    else:
-      gains.append(f"above {at:.2f} for {name}")
+  crossings = [crossing(acceptances, speedups) for speedups in grid]
+  # From this draft on, in the order of their costs, there is no gain.
+  end = max((number + 1 for number, at in enumerate(crossings) if at is not None), default=0)
   start = f"With {rows[0]['window']} drafts a round and responses of {response} tokens, speculation "
-  last = acceptances[-1]
-  if not gains:
-    return f"{start}never gains here, up to an acceptance of {last:g} and down to c = {costs[0][0]:.2f}."
-  end = (
-    "" if never is None else f"; at c = {never:.2f} and more it never does, up to an acceptance of {last:g}"
+  if not end:
+    return f"{start}never gains here: acceptance up to {acceptances[-1]:g}, c from {costs[0][0]:.2f}."
+  gains = [_gain(*cost, at, acceptances[0]) for cost, at in zip(costs[:end], crossings, strict=False)]
+  never = (
+    f"; at c = {costs[end][0]:.2f} and more it does not, up to {acceptances[-1]:g}" if costs[end:] else ""
   )
-  return f"{start}gains here if acceptance is {', '.join(gains)}{end}."
+  return f"{start}gains here if acceptance is {', '.join(gains)}{never}."
+
+
+def _gain(c: float, layers: int, at: float | None, least: float) -> str:
+  name = "a free draft" if not layers else f"a draft of {_layers(layers)} (c = {c:.2f})"
+  if at is None:
+    return f"never enough for {name}"
+  return (
+    f"from {least:g} on, the least that was run, for {name}" if at == least else f"above {at:.2f} for {name}"
+  )
+
+
+def _layers(number: int) -> str:
+  return f"{number} layer{'s' * (number > 1)}"
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -90,7 +96,7 @@ def show(rows: Sequence[Row]) -> None:
     for number, (c, layers) in enumerate(costs):
       figures = zip(measured[number], predicted[number], whole[number], strict=True)
       cells = [None if math.isnan(m) else f"{m:.2f} / {p:.2f} ({w:.2f})" for m, p, w in figures]
-      lines.append([f"{layers} layers, c = {c:.3f}" if layers else "free, c = 0", *cells])
+      lines.append([f"{_layers(layers)}, c = {c:.3f}" if layers else "free, c = 0", *cells])
     results.table(["draft", *(f"{acceptance:g}" for acceptance in acceptances)], lines)
   compiles = sum({(row["layers"], row["acceptance"]): row["compiles"] for row in rows}.values())
   print(
@@ -172,7 +178,7 @@ def _draw_map(axes, rows, response, points, span):
   _draw_points(axes, points, acceptances, costs)
   axes.set_title(f"{response} new tokens", fontsize=10)
   axes.set_xticks(range(len(acceptances)), [f"{acceptance:g}" for acceptance in acceptances])
-  names = [f"{c:.2f}\n({layers} layer{'s' * (layers > 1)})" if layers else "0\n(free)" for c, layers in costs]
+  names = [f"{c:.2f}\n({_layers(layers)})" if layers else "0\n(free)" for c, layers in costs]
   axes.set_yticks(range(len(costs)), names, fontsize=8)
   return image
 
