@@ -118,7 +118,6 @@ def test_plain_runs_on_both_sides_are_the_baseline(script, tmp_path, capsys):
 
 
 def test_a_killed_run_goes_on_and_may_be_drawn_anew(script, tmp_path, monkeypatch):
-  pytest.importorskip("matplotlib")
   output = str(tmp_path / "run")
   Scripted.killed_after = 3
   assert script(output) == 130
@@ -222,7 +221,6 @@ def size_of(path) -> tuple[int, int]:
 
 @pytest.mark.parametrize("responses", [(16,), (16, 64, 256)])
 def test_the_figure_is_a_png_of_a_page(tmp_path, responses):
-  pytest.importorskip("matplotlib")
   rows = made_up([(1.1, 1.5, 2.0), (0.5, 1.5, 1.8), (0.3, 0.5, 0.9)], responses)
   points = [dict(drafter="prompt_lookup", acceptance=0.7, c=0.0)]
   gain_figures.plot(rows[:-1], points, str(tmp_path / "map.png"), KEY)
@@ -257,17 +255,16 @@ def test_one_run_stops_at_every_limit(models, monkeypatch):
 
 @pytest.mark.slow
 def test_measures_a_tiny_model(models, tmp_path, monkeypatch, capsys):
-  pytest.importorskip("matplotlib")
   output, path = str(tmp_path / "run"), str(tmp_path / "costs.json")
   job = runtime.Job(load_model(models[0]), None, None, True, {})
   with parsed():
     cost_table(key=calibration.key_of(job)).write(path)
-  asked = [f"--model={models[0]}", *AXES, "--least_tokens=8", f"--calibration={path}", f"--output={output}"]
-  assert run_script(gain_map, *asked) == 0
+  asked = [f"--model={models[0]}", *AXES, "--responses=4,32", "--least_tokens=8", f"--calibration={path}"]
+  assert run_script(gain_map, *asked, f"--output={output}") == 0
   rows = results.read_rows(output)
   assert len(rows) == 8 and all(row["compiles"] == 0 for row in rows)
   rounds = {(row["layers"], row["acceptance"], row["response"]): row["rounds"] for row in rows}
-  assert rounds[1, 0.2, 8] > rounds[1, 0.9, 8] and rounds[1, 0.2, 8] > rounds[1, 0.2, 4]
+  assert rounds[1, 0.2, 32] > rounds[1, 0.9, 32] and rounds[1, 0.2, 32] > rounds[1, 0.2, 4]
   assert size_of(os.path.join(output, "gain_map.png"))
   assert "programs compiled before timing, 4 loops of cells" in capsys.readouterr().err
 
