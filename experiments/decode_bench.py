@@ -24,8 +24,7 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -33,7 +32,8 @@ from absl import flags
 from flax import nnx
 
 from experiments import flags as shared
-from experiments import loops, measure, results, runtime
+from experiments import loops, results, runtime
+from experiments.bench import Bench, blocked, fixed, tree_of
 from specjax import decode
 from specjax.models import Decoder
 from specjax.sampling import Settings
@@ -52,8 +52,6 @@ SLOTS = flags.DEFINE_list("slots", None, "Buffer sizes. Default: 512,2048,8192, 
 BATCHES = flags.DEFINE_list("batches", None, "Numbers of rows. Default: 1,2,4,8, quick 1,4.")
 LAYERS = flags.DEFINE_list("layers", None, "Layers of the part compile. Default: 32,80, quick 8.")
 
-Case = Callable[[], Any]
-
 
 def _numbers(flag, full: Sequence[int], quick: Sequence[int]) -> list[int]:
   if flag.value is None:
@@ -61,110 +59,6 @@ def _numbers(flag, full: Sequence[int], quick: Sequence[int]) -> list[int]:
   if not flag.value or not all(value.isdigit() and int(value) for value in flag.value):
     raise ValueError(f"--{flag.name} = {','.join(flag.value)!r}; positive numbers are needed, e.g. 1,8")
   return [int(value) for value in flag.value]
-
-
-class Bench:
-  """The model, and how cases are timed and stored."""
-
-  def __init__(self, job: runtime.Job, directory: results.RunDirectory | None):
-    self.job, self.directory = job, directory
-    self.passes = PASSES.value or (3 if QUICK.value else 9)
-    self.rounds = ROUNDS.value
-    self.compiles = 0
-    # Any text will do; a period of a few dozen tokens gives the drafter something to find.
-    self.prompt = [int(i) % job.target.config.num_real_tokens for i in 100 + np.arange(LIVE.value) % 37]
-
-  def measure(self, part: str, cases: dict[str, Case], turns: dict[str, int] | None = None) -> None:
-    """Times the cases alternately; the first one is what the others are relative to.
-
-    Args:
-      part: for the table.
-      cases: each call blocks until its work is done and returns the seconds it took.
-      turns: loop turns a call where they are not ``--rounds``.
-    """
-    with runtime.progress(f"{part}: compiling {len(cases)} case(s)"):
-      for case in cases.values():
-        case()
-        case()  # a carry that came back may lie on its device in another way and compile once more
-    compiles = measure.compile_count()
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    with runtime.progress(f"{part}: {self.passes} passes"):
-      for number in range(self.passes):
-        order = list(cases) if number % 2 else list(cases)[::-1]
-        for name in order:
-          seconds[name].append(cases[name]() / (turns or {}).get(name, self.rounds))
-    self.compiles += measure.compile_count() - compiles
-    base = np.array(seconds[next(iter(cases))])
-    lines = []
-    for name, samples in seconds.items():
-      ratios = np.array(samples) / base
-      low, high = np.percentile(ratios, [25, 75])
-      row = {
-        "part": part,
-        "case": name,
-        "ms": 1e3 * float(np.median(samples)),
-        "relative": float(np.median(ratios)),
-        "iqr": [float(low), float(high)],
-        "samples_ms": [1e3 * sample for sample in samples],
-      }
-      lines.append([name, f"{row['ms']:.2f}", f"{row['relative']:.3f}", f"{low:.3f} … {high:.3f}"])
-      if self.directory is not None:
-        self.directory.append(row)
-    results.table((part, "ms", "relative", "IQR"), lines)
-    print(flush=True)
-
-  def method(self, name: str, slots: int = 512) -> runtime.Method:
-    """A method whose buffer has this many slots."""
-    method = runtime.make_method(self.job, name, slots // 2)
-    limit = slots - method.config.drafter.tree.num_nodes
-    return runtime.make_method(self.job, name, limit)
-
-  def state(self, method: runtime.Method, batch: int = 1) -> decode.DecodeState:
-    """Rows that no stop id and no budget ends."""
-    prompts = [self.prompt] * batch
-    return decode.prefill(
-      method.weights,
-      method.config,
-      prompts,
-      settings=runtime.make_settings(batch),
-      max_new_tokens=method.config.length_limit,
-      mesh=self.job.mesh,
-    )
-
-  def rounds_case(self, method: runtime.Method, batch: int = 1) -> Case:
-    """Whole rounds of `decode.generate`, from the same prompt each time."""
-    box = [self.state(method, batch)]
-
-    def case() -> float:
-      box[0] = jax.block_until_ready(loops.rewind(box[0], len(self.prompt)))
-      start = time.perf_counter()
-      box[0] = jax.block_until_ready(decode.generate(method.weights, box[0], method.config, self.rounds))
-      return time.perf_counter() - start
-
-    return case
-
-  def loop_case(self, loop: Callable[..., Any], *args: Any) -> Case:
-    """``loop(carry, *rest, rounds)``; the carry is donated and comes back."""
-    carry, *rest = args
-    box = [carry]
-
-    def case() -> float:
-      start = time.perf_counter()
-      box[0] = jax.block_until_ready(loop(box[0], *rest, self.rounds))
-      return time.perf_counter() - start
-
-    return case
-
-
-def blocked(function: Callable[[], Any]) -> Case:
-  """A case that calls ``function`` once and waits for it."""
-
-  def case() -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(function())
-    return time.perf_counter() - start
-
-  return case
 
 
 def measure_floor(bench: Bench) -> None:
@@ -210,14 +104,6 @@ def measure_phases(bench: Bench) -> None:
   )
 
 
-def _fixed(plain: runtime.Method, shape: TokenTree, *, dynamic: bool = False, slots: int = 512):
-  """A method whose every round has this topology and hardly ever accepts."""
-  drafter = loops.FixedDrafter(shape, dynamic)
-  limit = slots - shape.num_nodes
-  config = dataclasses.replace(plain.config, drafter=drafter, rule=make_rule("greedy"), length_limit=limit)
-  return runtime.Method("fixed", config, plain.weights)
-
-
 # Settings of a row: what the words of a table stand for.
 _SETTINGS = {
   "T = 0": {},
@@ -245,8 +131,8 @@ def measure_rules(bench: Bench) -> None:
   cases = {"plain round": bench.rounds_case(plain)}
   shapes = {"chain": TokenTree.chain(_RULE_NODES - 1), "tree": tree_of(_RULE_NODES)}
   for rule, shape, names in _RULE_CASES[:: 4 if QUICK.value else 1]:
-    fixed = _fixed(plain, shapes[shape])
-    method = dataclasses.replace(fixed, config=dataclasses.replace(fixed.config, rule=make_rule(rule)))
+    greedy = fixed(plain, shapes[shape])
+    method = dataclasses.replace(greedy, config=dataclasses.replace(greedy.config, rule=make_rule(rule)))
     for name in names[: 1 if QUICK.value else None]:
       state = bench.state(method).replace(settings=Settings.create(1, **_SETTINGS[name]))
       proposal, verification, state = loops.one_round(method, state)
@@ -262,9 +148,9 @@ def measure_trees(bench: Bench, widths: Sequence[int]) -> None:
   plain = bench.method("none")
   for nodes in widths:
     methods = {
-      f"chain, N = {nodes}": _fixed(plain, TokenTree.chain(nodes - 1)),
-      "static tree": _fixed(plain, tree_of(nodes)),
-      "dynamic tree": _fixed(plain, tree_of(nodes), dynamic=True),
+      f"chain, N = {nodes}": fixed(plain, TokenTree.chain(nodes - 1)),
+      "static tree": fixed(plain, tree_of(nodes)),
+      "dynamic tree": fixed(plain, tree_of(nodes), dynamic=True),
     }
     bench.measure("trees", {name: bench.rounds_case(method) for name, method in methods.items()})
 
@@ -274,7 +160,7 @@ def measure_memory(bench: Bench, widths: Sequence[int]) -> None:
   plain, lines = bench.method("none"), []
   for slots in (512, 8192):
     for nodes in widths:
-      method = _fixed(plain, tree_of(nodes), slots=slots)
+      method = fixed(plain, tree_of(nodes), slots=slots)
       init = functools.partial(decode.init_state, config=method.config, batch=1)
       state = jax.eval_shape(init, method.weights)
       loop = decode.run_rounds.lower(method.weights, state, method.config, np.int32(1)).compile()
@@ -290,11 +176,6 @@ def measure_memory(bench: Bench, widths: Sequence[int]) -> None:
         bench.directory.append(row)
   results.table(("memory of the loop, static tree", "cache, MiB", "temporary, MiB"), lines)
   print(flush=True)
-
-
-def tree_of(nodes: int) -> TokenTree:
-  """A tree of this many nodes with two children at every node, level by level."""
-  return TokenTree(tuple((node - 1) // 2 if node else -1 for node in range(nodes)))
 
 
 def measure_slots(bench: Bench, sizes: Sequence[int]) -> None:
@@ -362,7 +243,13 @@ def main(_: list[str]) -> None:
     directory = results.RunDirectory(shared.OUTPUT.value, "decode_bench", [shared, sys.modules[__name__]])
     if directory.rows:
       raise ValueError(f"--output = {shared.OUTPUT.value!r} holds rows already; name a new directory")
-  bench = Bench(runtime.load_job([shared.DRAFTER.value]), directory)
+  bench = Bench(
+    runtime.load_job([shared.DRAFTER.value]),
+    directory,
+    passes=PASSES.value or (3 if QUICK.value else 9),
+    rounds=ROUNDS.value,
+    live=LIVE.value,
+  )
   window, slots = bench.method(shared.DRAFTER.value).window, min(512, *sizes)
   room = LIVE.value + ROUNDS.value * (window + 1)
   if slots < room:

@@ -5,7 +5,8 @@ A wrong flag ends the script with one line, ``error: …``, and exit code 2, bef
 
 from __future__ import annotations
 
-import re
+import itertools
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -32,8 +33,9 @@ DRAFTER = flags.DEFINE_string(
   "drafter",
   "prompt_lookup",
   f"One of {', '.join(DRAFTERS)}, or package.module:factory; options in brackets: "
-  "prompt_lookup[matches=8,nodes=9], two_model[branching=(3,2)]. With a controller that chooses each round's "
-  f"width ({', '.join(CONTROLS)}): adaptive[of=prompt_lookup], or with widths of your own "
+  "prompt_lookup[matches=8,nodes=9], two_model[branching=(3,2)]; two_model[layers=4] drafts with the "
+  "target's own first layers and needs no --draft_model. A controller chooses each round's width "
+  f"({', '.join(CONTROLS)}): adaptive[of=prompt_lookup], or with widths of your own "
   "adaptive[of=prompt_lookup[window=2]|prompt_lookup[window=7]].",
 )
 WINDOW = flags.DEFINE_integer(
@@ -102,6 +104,12 @@ OUTPUT = flags.DEFINE_string("output", "", "Run directory for flags, versions, t
 CHAT = flags.DEFINE_bool(
   "chat", None, "Put prompts into the chat template. Default: if the tokenizer has one."
 )
+CALIBRATION = flags.DEFINE_string(
+  "calibration",
+  "",
+  "Calibration file, what rounds cost here: adaptive controllers and predictions go by it. Default: the one "
+  "of this device, model and versions in the cache folder, written by experiments.calibrate.",
+)
 COMPILATION_CACHE = flags.DEFINE_string(
   "compilation_cache",
   "auto",
@@ -109,12 +117,33 @@ COMPILATION_CACHE = flags.DEFINE_string(
 )
 
 
+def ascending(flag: flags.FlagHolder, default: Sequence[int]) -> tuple[int, ...]:
+  """Whole numbers of a list flag, None the default.
+
+  Raises:
+    ValueError: naming the flag, if they do not ascend from at least 1.
+  """
+  if flag.value is None:
+    return tuple(default)
+  values = [int(text) if text.isdecimal() else 0 for text in flag.value]
+  if not values or values[0] < 1 or any(b <= a for a, b in itertools.pairwise(values)):
+    raise ValueError(
+      f"--{flag.name} = {','.join(flag.value)!r}; whole numbers that ascend from at least 1 are needed"
+    )
+  return tuple(values)
+
+
+def _is_file(text: str) -> bool:
+  if os.path.isdir(text):
+    raise flags.ValidationError(f"--calibration = {text!r} is a folder; name a file")
+  return True
+
+
 def _is_drafter(text: str) -> bool:
   try:
-    name = parse_method(text).drafter
+    return parse_method(text).is_known
   except ValueError as error:
     raise flags.ValidationError(str(error)) from None
-  return name in DRAFTERS or re.fullmatch(r"[\w.]+:\w+", name) is not None
 
 
 def _is_rule(text: str) -> bool:
@@ -164,9 +193,10 @@ def _mesh_ok(text: str) -> bool:
 def _consistent(values: dict) -> bool:
   """Combinations of flags that make no sense; the message names both."""
   rule, window = values["rule"], values["window"]
-  drafter = parse_method(values["drafter"]).drafter
-  if drafter == "two_model" and not values["draft_model"]:
-    raise flags.ValidationError("--drafter=two_model needs --draft_model")
+  method = parse_method(values["drafter"])
+  drafter = method.drafter
+  if method.needs_draft_model and not values["draft_model"]:
+    raise flags.ValidationError("--drafter=two_model needs --draft_model, or two_model[layers=…]")
   if values["min_new_tokens"] > values["max_new_tokens"]:
     least, most = values["min_new_tokens"], values["max_new_tokens"]
     raise flags.ValidationError(f"--min_new_tokens={least} is more than --max_new_tokens={most}")
@@ -184,6 +214,7 @@ flags.register_validator(
   "window", lambda w: w is None or 0 <= w < MAX_NODES, f"it must be in [0, {MAX_NODES - 1}]"
 )
 flags.register_validator("rule", _is_rule)
+flags.register_validator("calibration", _is_file)
 for _name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
   # A comparison with a bound says nothing about NaN.
   flags.register_validator(_name, lambda value: value == value, "it must be a number")

@@ -3,16 +3,18 @@
 A drafter alone runs at one width. With a controller it runs at several, chosen round by round: the
 controller's options stand in its brackets, and ``of`` names the drafter, at its usual widths, or lists
 widths with bars between them: ``adaptive[of=two_model[window=2]|two_model[window=6],allowance=1]``.
+``two_model[layers=4]`` drafts with the target's own first layers and needs no model of its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 from specjax import options
 from specjax.control import CONTROLS
-from specjax.drafters import parse_drafter
+from specjax.drafters import DRAFTERS, parse_drafter
 
 # Widths that a controller chooses from where a drafter is named alone: short, long, tree.
 WIDTHS = {
@@ -28,17 +30,38 @@ class MethodText:
   Attributes:
     control: name of the controller, None without.
     options: of the controller.
-    drafters: the widths' drafters, as `drafters.make_drafter` reads them.
+    widths: drafters of all widths, each as a method of its own: what a calibration calls them.
+    layers: of the target that draft, None without.
   """
 
   control: str | None
   options: dict[str, Any]
-  drafters: tuple[str, ...]
+  widths: tuple[str, ...]
+  layers: int | None
 
   @property
   def drafter(self) -> str:
     """The drafter's name without options, the same for all widths."""
-    return parse_drafter(self.drafters[0])[0]
+    return parse_drafter(self.widths[0])[0]
+
+  @property
+  def drafters(self) -> tuple[str, ...]:
+    """Of all widths, as `drafters.make_drafter` reads them."""
+    return tuple(_own_layers(width)[0] for width in self.widths)
+
+  @property
+  def is_known(self) -> bool:
+    """Whether the drafter is one of the package, or could be one from outside."""
+    return self.drafter in DRAFTERS or re.fullmatch(r"[\w.]+:\w+", self.drafter) is not None
+
+  @property
+  def uses_draft_model(self) -> bool:
+    """Whether weights come from --draft_model: `two_model` must have one, one from outside may."""
+    return self.needs_draft_model or self.drafter not in DRAFTERS
+
+  @property
+  def needs_draft_model(self) -> bool:
+    return self.drafter == "two_model" and self.layers is None
 
 
 def parse_method(text: str) -> MethodText:
@@ -49,7 +72,7 @@ def parse_method(text: str) -> MethodText:
   """
   name, own = options.parse("drafter", text)
   if name not in CONTROLS:
-    return MethodText(None, {}, (text,))
+    return MethodText(None, {}, (text,), _own_layers(text)[1])
   of = own.pop("of", None)
   if not isinstance(of, str):
     raise ValueError(f"drafter = {text!r}; it must say of what: {name}[of=prompt_lookup]")
@@ -63,8 +86,11 @@ def parse_method(text: str) -> MethodText:
     drafters = _usual_widths(drafters[0])
   if name == "plus2_minus1":
     drafters = tuple(drafter for drafter in drafters if not _is_tree(drafter))
+  layers = {_own_layers(drafter)[1] for drafter in drafters}
+  if len(layers) > 1:
+    raise ValueError(f"drafter = {text!r}; all widths must draft with the same layers")
   make_control(text, name, own)
-  return MethodText(name, own, drafters)
+  return MethodText(name, own, drafters, *layers)
 
 
 def make_control(text: str, name: str, own: dict[str, Any]):
@@ -84,3 +110,14 @@ def _usual_widths(drafter: str) -> tuple[str, ...]:
 def _is_tree(drafter: str) -> bool:
   own = parse_drafter(drafter)[1]
   return own.get("matches", 1) != 1 or bool(own.get("branching"))
+
+
+def _own_layers(text: str) -> tuple[str, int | None]:
+  """``two_model[layers=4,window=3]`` → ``two_model[window=3]`` and 4; of others themselves and None."""
+  name, given = parse_drafter(text)
+  if name != "two_model" or "layers" not in given:
+    return text, None
+  layers = given.pop("layers")
+  if type(layers) is not int or layers < 1:
+    raise ValueError(f"drafter = {text!r}: layers = {layers!r}; it must be a number of layers, at least 1")
+  return options.write(name, given), layers

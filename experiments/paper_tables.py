@@ -21,9 +21,6 @@ from specjax import analysis, options
 from specjax.analysis import CostTable
 
 RUNS = flags.DEFINE_list("runs", [], "Run directories, with commas between; without any only published rows.")
-CALIBRATION = flags.DEFINE_string(
-  "calibration", "", "Calibration file of the device that made the runs: gives c and the cost of verifying."
-)
 TABLES_FLAG = flags.DEFINE_list("tables", [], "Which tables, with commas between. Default: all.")
 
 # A window no draft of the papers is longer than.
@@ -372,7 +369,7 @@ def main(_: list[str]) -> None:
     if name not in TABLES:
       raise ValueError(f"--tables has {name!r}; it must be of {', '.join(TABLES)}")
   runs = [Run.read(path, number) for number, path in enumerate(dict.fromkeys(RUNS.value), start=1)]
-  inputs = Inputs(runs, CostTable.read(CALIBRATION.value) if CALIBRATION.value else None)
+  inputs = Inputs(runs, CostTable.read(shared.CALIBRATION.value) if shared.CALIBRATION.value else None)
   for name in names:
     table = TABLES[name](inputs)
     render.write(table, shared.OUTPUT.value)

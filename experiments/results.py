@@ -230,9 +230,8 @@ def make_row(
   accepted a drafts, ``reach_counts[d - 1]`` rounds that reached depth d. ``accept_lengths`` are tokens
   emitted a round, bonus included; their sum is ``new_tokens``. ``overlap`` is the mean Σ min(p, q) over
   judged drafts, null where it is not known; ``node_counts`` is rounds by nodes the target ran over (1: plain
-  decoding), ``width_counts`` rounds by the width that was asked for (0: none, 1 … in the order of the method's
-  drafters); ``mean_logprob`` that of the new tokens, as --logprobs says.
-  Seconds are the row's share of its batch.
+  decoding), ``width_counts`` rounds by the width that was asked for (0: none, then the method's drafters in
+  order); ``mean_logprob`` that of the new tokens, as --logprobs says. Seconds are the row's share of a batch.
   """
   logprobs = result.logprobs or []
   return {

@@ -8,19 +8,24 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import specjax
+from experiments import calibration, results
 from experiments import flags as shared
-from experiments.methods import make_control, parse_method
+from experiments.methods import MethodText, make_control, parse_method
 from specjax import control
 from specjax.base import Drafter, Rule
 from specjax.checkpoints import LoadedModel, check_same_vocabulary, load_model, package
 from specjax.decode import DecodeConfig, Weights
 from specjax.drafters import make_drafter, parse_drafter
 from specjax.kernels.tree_attention import Choice, choose
+from specjax.models import Decoder
+from specjax.models.decoder import truncated
 from specjax.models.sharding import make_mesh, shard_model
 from specjax.sampling import MIN_TEMPERATURE, Settings
 from specjax.verify import make_rule
@@ -28,8 +33,7 @@ from specjax.verify import make_rule
 DEFAULT_WINDOWS = {"prompt_lookup": 5, "two_model": 4}
 # Drafters that often propose nothing; such a round then runs the target over the roots alone.
 _OFTEN_SILENT = frozenset({"prompt_lookup"})
-# Drafters without weights, and what a step of theirs is taken to cost in plain rounds where none was measured.
-BUILT_IN = frozenset({"none", "prompt_lookup"})
+# What a step of a drafter without weights is taken to cost, in plain rounds, where it was not measured.
 _FREE_DRAFT = 0.02
 # Limits are rounded up to this, so that prompts of about one length share a compiled program.
 LENGTH_MULTIPLE = 128
@@ -55,7 +59,7 @@ class Job:
 
   Attributes:
     target: the model under test.
-    draft: model of `two_model`, None without.
+    draft: model of `two_model` (and of drafters from outside), None without.
     mesh: None is one device.
     chat: prompts go into the chat template.
     times: seconds of ``download_s`` and ``load_s``.
@@ -121,10 +125,10 @@ def load_job(drafters: Sequence[str]) -> Job:
   use_compilation_cache()
   mesh = make_mesh(shared.MESH.value)
   times: dict[str, float] = {"download_s": 0.0, "load_s": 0.0}
-  names = {parse_method(drafter).drafter for drafter in drafters}
-  if "two_model" in names and not shared.DRAFT_MODEL.value:
-    raise ValueError("drafter two_model needs --draft_model")
-  if shared.DRAFT_MODEL.value and names <= BUILT_IN:
+  methods = [parse_method(drafter) for drafter in drafters]
+  if any(method.needs_draft_model for method in methods) and not shared.DRAFT_MODEL.value:
+    raise ValueError("drafter two_model needs --draft_model, or two_model[layers=…]")
+  if shared.DRAFT_MODEL.value and not any(method.uses_draft_model for method in methods):
     raise ValueError(f"--draft_model is not used by {', '.join(drafters)}; pass --drafter=two_model")
   target = _load(shared.MODEL.value, mesh, times)
   if target.tokenizer is None:
@@ -173,7 +177,7 @@ def make_method(job: Job, name: str, limit: int) -> Method:
     ValueError: names that do not exist, or a rule that does not take the drafter's proposals.
   """
   method = parse_method(name)
-  *alternatives, drafter = (_make_drafter(job, text) for text in method.drafters)
+  *alternatives, drafter = (_make_drafter(job, text, method.layers) for text in method.drafters)
   chosen = control.Fixed() if method.drafter in _OFTEN_SILENT else None
   if method.control is not None:
     chosen = make_control(name, method.control, method.options)
@@ -187,21 +191,42 @@ def make_method(job: Job, name: str, limit: int) -> Method:
     alternatives=tuple(alternatives),
     logprobs=shared.LOGPROBS.value,
   )
-  draft = job.draft.model if job.draft is not None and method.drafter not in BUILT_IN else None
+  draft = _draft_model(job, name)
   beliefs, source = None, None
   if method.control == "adaptive":
-    beliefs, source = _beliefs(job, config, draft)
+    beliefs, source = _beliefs(job, method, config, draft)
   return Method(name, config, Weights(job.target.model, draft, beliefs=beliefs), source)
 
 
-def _beliefs(job: Job, config: DecodeConfig, draft) -> tuple[control.Beliefs, str]:
+def _draft_model(job: Job, text: str) -> Decoder | None:
+  method = parse_method(text)
+  if method.layers is None:
+    return job.draft.model if job.draft is not None and method.uses_draft_model else None
+  try:
+    return truncated(job.target.model, method.layers)
+  except ValueError:
+    most = job.target.config.num_layers - 1
+    raise ValueError(f"drafter = {text!r}: layers = {method.layers}; it must be in [1, {most}]") from None
+
+
+def _beliefs(
+  job: Job, method: MethodText, config: DecodeConfig, draft: Decoder | None
+) -> tuple[control.Beliefs, str]:
   """What an adaptive controller believes of the widths beforehand, and where that comes from."""
+  key = calibration_key(job)
+  table = calibration.load(key)
+  missing = [] if table is None else [width for width in method.widths if width not in table.drafts]
+  if table is not None and not missing:
+    settings = dict(batch=shared.BATCH_SIZE.value, temperature=shared.TEMPERATURE.value)
+    beliefs = calibration.beliefs(table, method.widths, config.trees, **settings)
+    return beliefs, f"calibration of {table.made}"
   size = lambda model: sum(leaf.nbytes for leaf in jax.tree.leaves(model))
   step = _FREE_DRAFT if draft is None else size(draft) / size(job.target.model)
-  return control.assumed(config.trees, draft_step=step), "assumed, not measured"
+  why = "no calibration" if table is None else f"the calibration lacks {', '.join(missing)}"
+  return control.assumed(config.trees, draft_step=step), f"assumed: {why}"
 
 
-def _make_drafter(job: Job, text: str) -> Drafter:
+def _make_drafter(job: Job, text: str, layers: int | None) -> Drafter:
   name, _ = parse_drafter(text)
   window = DEFAULT_WINDOWS.get(name) if shared.WINDOW.value is None else shared.WINDOW.value
   options = {} if window is None or name == "none" else {"window": window}
@@ -210,7 +235,7 @@ def _make_drafter(job: Job, text: str) -> Drafter:
     options |= dict(
       vocab_size=job.target.config.vocab_size,
       num_real_tokens=job.target.config.num_real_tokens,
-      max_length=job.draft.config.max_length,
+      max_length=(job.target if layers else job.draft).config.max_length,
       policy=("top_k" if greedy() else "sample") if policy == "auto" else policy,
       implementation=shared.ATTENTION.value,
     )
@@ -229,6 +254,23 @@ def _make_rule(drafters: Sequence[Drafter]) -> Rule:
     return make_rule("draw_and_follow")
   chains = all(drafter.tree.is_chain for drafter in drafters)
   return make_rule("block_verification" if chains else "traversal_verification")
+
+
+def calibration_key(job: Job) -> dict[str, Any]:
+  """What costs depend on: device, target, draft model, parameter type, attention and versions."""
+  about = results.environment()
+  plain = make_method(job, "none", LENGTH_MULTIPLE)
+  key = {name: about[name] for name in ("platform", "device_kind", "cpu", "cpu_count", "device_count")}
+  return key | {
+    "model": job.target.source,
+    "draft_model": job.draft.source if job.draft else None,
+    "parameters": sum(leaf.size for leaf in jax.tree.leaves(job.target.model)),
+    "dtype": shared.DTYPE.value,
+    "attention": attention(job, plain).implementation,
+    "specjax": specjax.__version__,
+    "jax": about["versions"]["jax"],
+    "jaxlib": about["versions"]["jaxlib"],
+  }
 
 
 def same_text(rule: Rule) -> bool:

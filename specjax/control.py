@@ -164,11 +164,11 @@ class Adaptive:
   rows can pay for it should nothing be accepted, so with true costs rows that stay together never cost more
   than ``allowance + (1 + refill) · tokens`` plain rounds, whatever the drafter does.
 
-  **Exploration.** Where plain decoding looks best, a width that would beat it if acceptance were ``curiosity``
-  standard errors better is tried as far as the account reaches. Evidence ages while a row rests, so the errors
-  grow, and drafts that have become good are found again after a few tries; where they stay bad, the account
-  pays for few. While drafting, every ``look_around`` rounds the width with the highest such bound is tried. No
-  randomness is used.
+  **Exploration.** Where plain decoding looks best, a width that would beat it if acceptance were
+  ``curiosity`` standard errors better is tried as far as the account reaches. Evidence ages while a row
+  rests, so the errors grow, and drafts that have become good are found again after a few tries; where they stay bad,
+  the account pays for few. While drafting, every ``look_around`` rounds the width with the highest such bound
+  is tried. No randomness is used.
 
   Attributes:
     allowance: plain rounds a row may lose from the start.
@@ -306,7 +306,7 @@ def _groups(trees: Trees) -> np.ndarray:
 
 
 def _costs(beliefs: Beliefs, seen: Evidence, rows: Any) -> tuple[Array, Array, Array]:
-  """Of this round: verify and draft ``[W + 1]``, and what feeding the drafter what it missed adds ``[W + 1]``."""
+  """Of this round, ``[W + 1]`` each: verify, draft, and feeding the drafter what it missed."""
   live = jnp.max(jnp.where(rows.active, rows.length, 0)).astype(jnp.float32)
   at = jax.vmap(lambda costs: jnp.interp(live, beliefs.live, costs))
   missed = jnp.max(jnp.where(rows.active, seen.unseen, 0)).astype(jnp.float32)

@@ -122,7 +122,7 @@ def test_a_draft_that_cannot_gain_is_never_asked():
 @pytest.mark.parametrize("rate", (0.35, 0.6, 0.9))
 @pytest.mark.parametrize("believed", (0.2, 0.6, 0.9))
 def test_near_the_best_fixed_width(rate, believed):
-  """Within 4 % of the best width of a stationary world, whatever was believed at first; 6 % where that gains 5 %.
+  """Within 4 % of the best width of a stationary world, whatever was believed; 6 % where that gains 5 %.
 
   Fails when evidence is not counted, or is counted for another width or depth.
   """

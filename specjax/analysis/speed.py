@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -147,8 +148,7 @@ def predicted_seconds(
   prompt_tokens: int,
   new_tokens: int,
   node_counts: Mapping[int | str, int],
-  drafter: str | None = None,
-  drafted: int = 0,
+  drafted: Mapping[str, int] = MappingProxyType({}),
   batch: int = 1,
   prefill_widths: Sequence[int] = (),
   calls: int = 1,
@@ -164,8 +164,7 @@ def predicted_seconds(
     prompt_tokens: committed tokens before the first round, at least 1.
     new_tokens: of the response, at least 1.
     node_counts: nodes verified → rounds (keys may be text, as JSON has them).
-    drafter: key of the table's drafts; needed if ``drafted``.
-    drafted: rounds that called the drafter.
+    drafted: drafter, a key of the table's drafts → rounds that called it; other rounds drafted nothing.
     batch: rows decoded together; seconds are those of the whole batch.
     prefill_widths: widths of the prompt's chunks; none: a prefill of 0.
     calls: of the compiled loop, for both.
@@ -179,18 +178,18 @@ def predicted_seconds(
   rounds = sum(counts.values())
   if not rounds:
     raise ValueError(f"node_counts = {dict(node_counts)}; it must have a round")
-  if whole("drafted", drafted, 0) > rounds:
-    raise ValueError(f"drafted = {drafted}; it must be at most the {rounds} rounds")
-  if drafted and drafter is None:
-    raise ValueError(f"drafted = {drafted} needs drafter, one of {', '.join(table.drafts) or 'none'}")
+  calls_of = {name: whole(f"drafted[{name!r}]", n, 0) for name, n in drafted.items()}
+  silent = rounds - sum(calls_of.values())
+  if silent < 0:
+    raise ValueError(f"drafted = {dict(drafted)}; it must be at most the {rounds} rounds")
   plain_lives = prompt_tokens + np.arange(new_tokens)
   lives = prompt_tokens + np.arange(rounds) * (new_tokens / rounds)
   ms = math.fsum(
     count * table.round_ms_at(nodes, batch=batch, live=lives).mean() for nodes, count in counts.items()
   )
-  if drafted:
-    ms += drafted * table.draft_ms_at(drafter, batch=batch, live=lives).mean()
-    ms += (rounds - drafted) * table.drafts[drafter]["catch_up_ms"]
+  for name, n in calls_of.items():
+    ms += n * table.draft_ms_at(name, batch=batch, live=lives).mean()
+  ms += silent * max((table.drafts[name]["catch_up_ms"] for name, n in calls_of.items() if n), default=0.0)
   plain_ms = table.round_ms_at(1, batch=batch, live=plain_lives).sum()
   host_ms = whole("calls", calls, 1) * table.call_ms
   return Prediction(

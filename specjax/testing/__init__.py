@@ -4,8 +4,8 @@ Shipped with the package, so that a drafter from outside can be held to the same
 
 * `tiny_model`, `perturbed`: real decoders of a few thousand weights.
 * `TableTarget`: a target whose law is a table, with a cache that shows every mistake in bookkeeping.
-* `ScriptedDrafter`, `TruthDrafter`, `SampledDrafter`: drafts that are known beforehand; `ScriptedControl`: so are
-  the widths of rounds.
+* `ScriptedDrafter`, `TruthDrafter`, `SampledDrafter`: drafts that are known beforehand.
+* `ScriptedControl`: widths of rounds that are.
 * `draft_context`: what a drafter is asked with, without a loop.
 * `process`, `joint_law`, `round_law`, `drafts_of`, `fixed_noise`: exact laws by enumeration.
 * `poison`, `fresh_cache`, `assert_cache_rows`: are the valid cache rows right, and only they used?

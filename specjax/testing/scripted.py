@@ -1,4 +1,4 @@
-"""Drafters whose drafts are known beforehand, which also record what the loop feeds them, and a controller."""
+"""Drafters whose drafts are known beforehand, which record what the loop feeds them; and a controller."""
 
 from __future__ import annotations
 

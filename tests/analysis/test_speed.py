@@ -80,8 +80,7 @@ def test_a_response_of_equal_rounds(batch):
     prompt_tokens=100,
     new_tokens=90,
     node_counts={"4": 30},
-    drafter=DRAFTER,
-    drafted=30,
+    drafted={DRAFTER: 30},
     batch=batch,
     prefill_widths=(64, 16),
   )
@@ -102,7 +101,7 @@ def test_a_response_of_mixed_rounds():
   drafts = {"two": FILE["drafts"][DRAFTER] | {"draft_ms": [[2.0, 2.0], [2.0, 2.0]]}}
   table = analysis.CostTable.from_json(table.to_json() | {"drafts": drafts})
   asked = dict(prompt_tokens=70, new_tokens=20, node_counts={4: 6, 1: 5}, calls=3)
-  got = analysis.predicted_seconds(table, **asked, drafter="two", drafted=6)
+  got = analysis.predicted_seconds(table, **asked, drafted={"two": 6})
   assert got.decode_s * 1e3 == pytest.approx(11 + 6 * 2 + 5 * 1.5 + 3 * 0.4)
   assert got.plain_s * 1e3 == pytest.approx(20 + 3 * 0.4)
   assert analysis.predicted_seconds(table, **asked).decode_s * 1e3 == pytest.approx(11 + 3 * 0.4)
@@ -135,9 +134,8 @@ RESPONSE = dict(prompt_tokens=9, new_tokens=9, node_counts={2: 5})
     ),
     (lambda table: analysis.predicted_seconds(table, **RESPONSE | {"new_tokens": 0}), "new_tokens = 0"),
     (lambda table: analysis.predicted_seconds(table, **RESPONSE | {"node_counts": {}}), "must have a round"),
-    (lambda table: analysis.predicted_seconds(table, **RESPONSE, drafted=6), "at most the 5 rounds"),
-    (lambda table: analysis.predicted_seconds(table, **RESPONSE, drafted=5), "needs drafter, one of two_"),
-    (lambda table: analysis.predicted_seconds(table, **RESPONSE, drafted=5, drafter="x"), "drafter 'x'"),
+    (lambda table: analysis.predicted_seconds(table, **RESPONSE, drafted={"two": 6}), "at most the 5 rounds"),
+    (lambda table: analysis.predicted_seconds(table, **RESPONSE, drafted={"x": 5}), "drafter 'x'"),
   ],
 )
 def test_what_makes_no_sense_is_named(call, words):

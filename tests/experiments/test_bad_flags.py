@@ -16,7 +16,16 @@ from tests.experiments.tiny import BOS, END, VOCAB, byte_tokenizer, run_script
 BAD = {
   "model": ("nowhere|nowhere", "hf:|hf:", "no/such/model.gguf|no/such/model.gguf"),
   "draft_model": ("nowhere|--draft_model",),
-  "drafter": ("magic", "prompt_lookup[", "prompt_lookup[window]", "a b:c", "two_model|--draft_model", "none"),
+  "drafter": (
+    "magic",
+    "prompt_lookup[",
+    "prompt_lookup[window]",
+    "a b:c",
+    "two_model|--draft_model",
+    "two_model[layers=0]|layers = 0",
+    "two_model[layers=few]|layers = 'few'",
+    "none",
+  ),
   "window": ("-1", "128", "0|--window=0", "two"),
   "rule": (
     "greedly",
@@ -52,6 +61,7 @@ BAD = {
   "repeats": ("0",),
   "output": ("/dev/null/run|/dev/null/run",),
   "chat": ("maybe",),
+  "calibration": ("/|is a folder",),
   "compilation_cache": ("/dev/null/compiled|/dev/null/compiled",),
 }
 CASES = [(flag, *value.partition("|")[::2]) for flag, values in BAD.items() for value in values]

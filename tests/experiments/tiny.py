@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import tokenizers
@@ -46,6 +47,15 @@ def save_pair(folder: str) -> tuple[str, str]:
   for path, model in zip(paths, (target, perturbed(target, 0.05)), strict=True):
     save_orbax(path, model, byte_tokenizer())
   return paths
+
+
+@contextlib.contextmanager
+def parsed(*arguments: str):
+  """Flags as of a command line; what they were before comes back."""
+  with flagsaver.flagsaver():
+    flags.FLAGS.unparse_flags()
+    shared.parse(["script", *arguments])
+    yield
 
 
 def run_script(module, *arguments: str, takes_arguments: bool = False) -> int:

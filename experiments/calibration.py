@@ -1,0 +1,92 @@
+"""Where a calibration lies, what it must match, and what a controller believes by it. See `calibrate`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments import flags as shared
+from specjax.analysis import CostTable
+from specjax.base import Trees
+from specjax.checkpoints import package
+from specjax.control import Beliefs
+
+# How many rounds of evidence a measured acceptance is worth; and one of another temperature, or a guess.
+_MEASURED, _GUESSED = 8.0, 4.0
+
+
+def path_of(key: Mapping[str, Any]) -> str:
+  """The file for a key, in the cache folder: device, model, type, and a digest of the whole key."""
+  device = key["device_kind"] if key["device_kind"] != "cpu" else f"cpu{key['cpu_count']}"
+  model = os.path.basename(str(key["model"]).rstrip("/"))
+  words = [_word(part) for part in (device, model, key["dtype"])]
+  digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()[:8]
+  return os.path.join(package.cache_folder(), "calibration", "-".join([*words, digest]) + ".json")
+
+
+def _word(text: str) -> str:
+  return re.sub(r"[^A-Za-z0-9.]+", "_", text).strip("_.") or "unnamed"
+
+
+def load(key: Mapping[str, Any]) -> CostTable | None:
+  """The calibration that --calibration names, or the one of this key; None if that is not made yet.
+
+  Raises:
+    ValueError: a file that is malformed, of another key, or named and not there.
+  """
+  path = shared.CALIBRATION.value or path_of(key)
+  if not shared.CALIBRATION.value and not os.path.exists(path):
+    return None
+  table = CostTable.read(path)
+  check_key(path, table.key, key)
+  return table
+
+
+def check_key(path: str, stored: Mapping[str, Any], key: Mapping[str, Any]) -> None:
+  """Raises ValueError with every field in which what ``path`` holds is not of this key."""
+  names = [name for name in {**stored, **key} if stored.get(name) != key.get(name)]
+  if names:
+    found = ", ".join(f"{name} = {stored.get(name)!r} (here {key.get(name)!r})" for name in names)
+    raise ValueError(f"{path}: measured with {found}; measure again with python -m experiments.calibrate")
+
+
+def beliefs(
+  table: CostTable, widths: Sequence[str], trees: Trees, *, batch: int, temperature: float
+) -> Beliefs:
+  """What an adaptive controller believes of ``widths``, which must be in the table.
+
+  Costs are the table's at this batch; acceptance is what was measured of each width, worth less if at
+  another temperature, else one half.
+  """
+  at = lambda nodes: table.round_ms_at(nodes, batch=batch, live=table.lives)
+  depth = max(tree.max_depth for tree in trees)
+  proposing, acceptance = np.ones(len(trees) + 1), np.full((len(trees) + 1, depth), 0.5)
+  strength = _MEASURED
+  for width, name in enumerate(widths, start=1):
+    found = table.acceptance.get(name)
+    if found is None or not len(found["rates"]):
+      strength = _GUESSED
+      continue
+    proposing[width] = found["proposing"]
+    # Deeper than anything was accepted: as at the deepest.
+    acceptance[width] = np.pad(found["rates"], (0, depth), mode="edge")[:depth]
+    if found["temperature"] != temperature:
+      strength = _GUESSED
+  return Beliefs.create(
+    trees,
+    live=table.lives,
+    verify=np.stack([at(1), *(at(tree.num_nodes) for tree in trees)]),
+    draft=np.stack(
+      [0.0 * at(1), *(table.draft_ms_at(name, batch=batch, live=table.lives) for name in widths)]
+    ),
+    catch_up=max(table.drafts[name]["catch_up_ms"] for name in widths),
+    proposing=proposing,
+    acceptance=acceptance,
+    strength=strength,
+  )
