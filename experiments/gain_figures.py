@@ -128,7 +128,7 @@ def plot(rows: Sequence[Row], points: Sequence[Row], path: str, key: Mapping[str
   columns = min(len(responses), 2)
   lines = -(-len(responses) // columns)
   width, height = 1.0 * len(acceptances) * columns + 5.5, (0.62 * len(costs) + 1.0) * lines + 0.9
-  figure = plt.figure(figsize=(max(width, 8), max(height, 4)), layout="constrained")
+  figure = plt.figure(figsize=(max(width, 11), max(height, 5)), layout="constrained")
   maps, side = figure.subfigures(1, 2, width_ratios=(len(acceptances) * columns + 1.5, 4.0))
   panels = maps.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
   span = max(abs(math.log2(row[field])) for row in rows for field in ("speedup", "predicted"))
@@ -143,9 +143,11 @@ def plot(rows: Sequence[Row], points: Sequence[Row], path: str, key: Mapping[str
   for axes in panels[-1]:
     axes.set_xlabel("acceptance α")
   _draw_colours(maps, image, panels, max(span, 0.1))
-  handles, labels = panels[0, 0].get_legend_handles_labels()
-  if handles:
-    maps.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)
+  handles = panels[0, 0].get_legend_handles_labels()[0] + [
+    plt.Line2D([], [], color="black", linestyle=style, label=f"{what} speedup 1")
+    for what, style in (("measured", "solid"), ("predicted", "dashed"))
+  ]
+  maps.legend(handles=handles, loc="outside lower center", ncols=2 if columns > 1 else 1, fontsize=7)
   _draw_scatter(side.subplots(), rows, responses)
   figure.suptitle(
     f"{key['model']} on {key['cpu'] if key['platform'] == 'cpu' else key['device_kind']}, "
@@ -191,8 +193,16 @@ def _draw_border(axes, grid, style) -> None:
 
 
 def _draw_points(axes, points, acceptances, costs) -> None:
-  """Drafters, between the cells as far as their acceptance and cost lie between those of the cells."""
-  at = lambda value, grid: float(np.interp(value, grid, range(len(grid))))
+  """Drafters, between the cells as far as their acceptance and cost lie between those of the cells.
+
+  One that lies outside of the map stands at its edge; the legend has its figures.
+  """
+
+  def at(value: float, grid: Sequence[float]) -> float:
+    ends = {True: -0.42, False: len(grid) - 0.58}
+    outside = value < grid[0] or value > grid[-1]
+    return ends[value < grid[0]] if outside else float(np.interp(value, grid, range(len(grid))))
+
   for number, point in enumerate(points):
     x, y = at(point["acceptance"], acceptances), at(point["c"], [c for c, _ in costs])
     name = f"{point['drafter']}: α = {point['acceptance']:.2f}, c = {point['c']:.2f}"
@@ -206,7 +216,7 @@ def _draw_colours(figure, image, panels, span) -> None:
   bar = figure.colorbar(image, ax=panels, shrink=0.9, pad=0.01)
   ticks = [value for value in (0.25, 0.33, 0.5, 0.7, 1, 1.4, 2, 3, 4) if abs(math.log2(value)) <= span]
   bar.set_ticks([math.log2(value) for value in ticks], labels=[f"{value:g} ×" for value in ticks])
-  bar.set_label("measured speedup, decode only (solid: 1, dashed: predicted 1)", fontsize=8)
+  bar.set_label("measured speedup, decode only", fontsize=8)
 
 
 def _draw_scatter(axes, rows, responses) -> None:

@@ -16,7 +16,6 @@ plot come from the rows alone; a killed run goes on with the cells that are miss
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import sys
 import time
@@ -30,7 +29,7 @@ import tqdm
 from absl import flags
 
 from experiments import bench as timing
-from experiments import calibration, calibration_tables, gain_figures, loops, measure, results, runtime
+from experiments import calibration, calibration_tables, gain_figures, loops, measure, plots, results, runtime
 from experiments import flags as shared
 from specjax import decode
 from specjax.analysis import CostTable
@@ -55,16 +54,6 @@ LEAST_TOKENS = flags.DEFINE_integer(
   "least_tokens", 256, "Short responses are repeated up to so many tokens.", 1
 )
 QUICK = flags.DEFINE_bool("quick", False, "Fewer rates, sizes and responses.", allow_override=True)
-# Defined under a name of its own: a run directory keeps the flags of this module, and it may be drawn anew.
-PLOT = flags.DEFINE(
-  flags.ArgumentParser(),
-  "plot",
-  "",
-  "Where to draw the map (PNG). Default: gain_map.png in the run directory.",
-  module_name=f"{__name__}.plot",
-  allow_override=True,
-)
-flags.declare_key_flag("plot")
 
 NOT_USED = (
   "draft_model",
@@ -125,10 +114,7 @@ def plan_from_flags() -> Plan:
   quick, window = QUICK.value, shared.WINDOW.value
   if window == 0:
     raise ValueError("--window = 0; a round needs at least 1 draft")
-  if PLOT.value and not os.path.isdir(os.path.dirname(PLOT.value) or "."):
-    raise ValueError(f"--plot = {PLOT.value!r}: no such folder")
-  if PLOT.value and importlib.util.find_spec("matplotlib") is None:
-    raise ValueError("--plot needs matplotlib (pip install 'specjax[plot]')")
+  plots.check()
   return Plan(
     acceptances=_rates((0.4, 0.8) if quick else (0.2, 0.4, 0.6, 0.8, 0.95)),
     layers=(FREE, *shared.ascending(LAYERS, (1, 10) if quick else (1, 5, 10, 20))),
@@ -405,8 +391,8 @@ def main(_: list[str]) -> None:
   if directory.info.get("rows") != len(directory.rows):
     measure_all(plan, directory)
   gain_figures.show(directory.rows)
-  path = PLOT.value or os.path.join(directory.path, "gain_map.png")
-  if importlib.util.find_spec("matplotlib") is None:
+  path = plots.PLOT.value or os.path.join(directory.path, "gain_map.png")
+  if not plots.can_draw():
     print("no plot: it needs matplotlib (pip install 'specjax[plot]')", file=sys.stderr)
     return
   gain_figures.plot(directory.rows, directory.info["points"], path, directory.info["key"])

@@ -1,4 +1,4 @@
-"""Loops that repeat one part of decoding inside a compiled program, for `decode_bench`.
+"""Loops that repeat one part of decoding inside a compiled program, for `decode_bench` and `calibrate`.
 
 Each turn's input depends on all of the output of the turn before, through a comparison that is never
 true: else the compiler would do the same work once, outside of the loop, or leave out what nobody reads.

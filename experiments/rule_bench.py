@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import math
 import os
 import sys
@@ -36,7 +35,7 @@ import tqdm
 from absl import flags
 
 from experiments import flags as shared
-from experiments import questions, results, rule_figures, runtime
+from experiments import plots, questions, results, rule_figures, runtime
 from experiments.rule_figures import Row
 from specjax import cache as kv
 from specjax import decode, options, sampling, text
@@ -73,15 +72,6 @@ DRAFT_LAYERS = flags.DEFINE_integer(
 QUICK = flags.DEFINE_bool(
   "quick", False, "The first 3 questions, few contexts and noises.", allow_override=True
 )
-# Defined under a name of its own: a run directory keeps the flags of this module, and it may be drawn anew.
-PLOT = flags.DEFINE(
-  flags.ArgumentParser(),
-  "plot",
-  "",
-  "Where to draw tokens a round against divergence (PNG).",
-  module_name=f"{__name__}.plot",
-)
-flags.declare_key_flag("plot")
 
 NOT_USED = (
   "temperature",
@@ -124,10 +114,7 @@ def plan_from_flags() -> Plan:
       raise ValueError(f"--{name} is not used by rule_bench: see --temperatures and --proposals")
   if shared.DRAFT_MODEL.value and DRAFT_LAYERS.value:
     raise ValueError("--draft_layers and --draft_model exclude each other")
-  if PLOT.value and not os.path.isdir(os.path.dirname(PLOT.value) or "."):
-    raise ValueError(f"--plot = {PLOT.value!r}: no such folder")
-  if PLOT.value and importlib.util.find_spec("matplotlib") is None:
-    raise ValueError("--plot needs matplotlib (pip install 'specjax[plot]')")
+  plots.check()
   proposals = tuple(options.split(PROPOSALS.value))
   for proposal in proposals:
     drafter_of(proposal)
@@ -377,9 +364,10 @@ def main(_: list[str]) -> None:
   if directory.info.get("rows") != len(directory.rows):
     judge_all(plan, asked, directory)
   rule_figures.show(directory.rows)
-  if PLOT.value:
-    rule_figures.plot(directory.rows, PLOT.value)
-    print(f"plot: {PLOT.value}", file=sys.stderr)
+  if plots.can_draw():
+    path = plots.PLOT.value or os.path.join(directory.path, "rules.png")
+    rule_figures.plot(directory.rows, path)
+    print(f"plot: {path}", file=sys.stderr)
 
 
 def judge_all(plan: Plan, asked: list[questions.Question], directory: results.RunDirectory) -> None:

@@ -172,13 +172,14 @@ def test_predicted_times():
 
 def test_a_missing_calibration_names_the_command(monkeypatch):
   with parsed("--dtype=bfloat16"):
-    monkeypatch.setattr(calibration, "load", lambda job: None)
+    monkeypatch.setattr(runtime, "calibration_key", lambda job: {})
+    monkeypatch.setattr(calibration, "load", lambda key: None)
     with pytest.raises(ValueError, match="no calibration of this device") as error:
       gain_map.needed_calibration(PLAN, None)
     command = f'python -m experiments.calibrate --dtype=bfloat16 --drafters="prompt_lookup,{OWN}"'
     assert command in str(error.value)
     other = OWN.replace("window=2", "window=3")
-    monkeypatch.setattr(calibration, "load", lambda job: cost_table())
+    monkeypatch.setattr(calibration, "load", lambda key: cost_table())
     with pytest.raises(ValueError, match="it lacks") as error:
       gain_map.needed_calibration(dataclasses.replace(PLAN, window=3), None)
     assert f"lacks {other}; " in str(error.value) and f'--drafters="{OWN},{other}"' in str(error.value)

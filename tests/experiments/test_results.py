@@ -21,7 +21,10 @@ def row(accepted, proposed, emitted, *, question=1, drafter="prompt_lookup", cat
   """A row of results with tokens to match."""
   reached = [min(a + 1, p) for a, p in zip(accepted, proposed)]  # of chains
   tokens = list(range(sum(emitted)))
-  result = RowResult(tokens, 4, "length", proposed, proposed, reached, accepted, emitted, None, None)
+  nodes = [p + 1 for p in proposed]
+  result = RowResult(
+    tokens, 4, "length", proposed, proposed, reached, accepted, emitted, nodes, [1] * len(nodes), None, None
+  )
   return results.make_row(
     result,
     question_id=question,
