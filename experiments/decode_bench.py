@@ -82,7 +82,7 @@ def measure_nodes(bench: Bench, widths: Sequence[int]) -> None:
 
 
 def measure_phases(bench: Bench) -> None:
-  method = bench.method(shared.DRAFTER.value)
+  method = bench.method(_drafter())
   nodes = method.config.drafter.tree.num_nodes
   proposal, verification, state = loops.one_round(method, bench.state(method))
   bench.measure(
@@ -179,13 +179,13 @@ def measure_memory(bench: Bench, widths: Sequence[int]) -> None:
 
 
 def measure_slots(bench: Bench, sizes: Sequence[int]) -> None:
-  for name in ("none", shared.DRAFTER.value):
+  for name in ("none", _drafter()):
     cases = {f"{name}, {slots} slots": bench.rounds_case(bench.method(name, slots)) for slots in sizes}
     bench.measure(f"slots, {LIVE.value} live", cases)
 
 
 def measure_batch(bench: Bench, batches: Sequence[int]) -> None:
-  methods = [bench.method(name) for name in ("none", shared.DRAFTER.value)]
+  methods = [bench.method(name) for name in ("none", _drafter())]
   cases = {
     f"{method.name}, batch {batch}": bench.rounds_case(method, batch)
     for method in methods
@@ -204,7 +204,7 @@ def measure_compile(bench: Bench, depths: Sequence[int]) -> None:
   try:
     for layers in depths:
       model = Decoder(config.replace(num_layers=layers), rngs=nnx.Rngs(0))
-      for name in ("none", shared.DRAFTER.value):
+      for name in ("none", _drafter()):
         seconds = _compile_seconds(model, runtime.make_method(bench.job, name, 512))
         lines.append([f"{layers} layers, {name}", *(f"{value:.1f}" for value in seconds.values())])
         if bench.directory is not None:
@@ -227,6 +227,10 @@ def _compile_seconds(model: Decoder, method: runtime.Method) -> dict[str, float]
   return {"trace_s": traced - start, "compile_s": time.perf_counter() - traced}
 
 
+def _drafter() -> str:
+  return runtime.drafter_name("prompt_lookup")
+
+
 def main(_: list[str]) -> None:
   widths = _numbers(NODES, (1, 2, 4, 8, 16, 32, 64), (1, 8))
   sizes = _numbers(SLOTS, (512, 2048, 8192), (512, 8192))
@@ -236,7 +240,7 @@ def main(_: list[str]) -> None:
   unknown = [part for part in SELECTED.value if part not in PARTS]
   if unknown or not SELECTED.value:
     raise ValueError(f"--parts = {','.join(SELECTED.value)!r}; possible: {','.join(PARTS)}")
-  if shared.DRAFTER.value == "none":
+  if _drafter() == "none":
     raise ValueError("--drafter = 'none': plain rounds are always measured; name a drafter")
   directory = None
   if shared.OUTPUT.value:
@@ -244,13 +248,13 @@ def main(_: list[str]) -> None:
     if directory.rows:
       raise ValueError(f"--output = {shared.OUTPUT.value!r} holds rows already; name a new directory")
   bench = Bench(
-    runtime.load_job([shared.DRAFTER.value]),
+    runtime.load_job([_drafter()]),
     directory,
     passes=PASSES.value or (3 if QUICK.value else 9),
     rounds=ROUNDS.value,
     live=LIVE.value,
   )
-  window, slots = bench.method(shared.DRAFTER.value).window, min(512, *sizes)
+  window, slots = bench.method(_drafter()).window, min(512, *sizes)
   room = LIVE.value + ROUNDS.value * (window + 1)
   if slots < room:
     raise ValueError(f"--live, --rounds and a window of {window} may need {room} slots; a buffer has {slots}")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from absl import app, flags, logging
 
-from experiments.methods import parse_method
+from experiments.methods import AUTO, CHOICE, parse_method
 from specjax.control import CONTROLS
 from specjax.drafters import DRAFTERS
 from specjax.kernels.tree_attention import IMPLEMENTATIONS
@@ -31,12 +31,12 @@ DRAFT_MODEL = flags.DEFINE_string(
 )
 DRAFTER = flags.DEFINE_string(
   "drafter",
-  "prompt_lookup",
-  f"One of {', '.join(DRAFTERS)}, or package.module:factory; options in brackets: "
+  AUTO,
+  f"{AUTO}, or one of {', '.join(DRAFTERS)}, or package.module:factory; options in brackets: "
   "prompt_lookup[matches=8,nodes=9], two_model[branching=(3,2)]; two_model[layers=4] drafts with the "
   "target's own first layers and needs no --draft_model. A controller chooses each round's width "
   f"({', '.join(CONTROLS)}): adaptive[of=prompt_lookup], or with widths of your own "
-  "adaptive[of=prompt_lookup[window=2]|prompt_lookup[window=7]].",
+  f"adaptive[of=prompt_lookup[window=2]|prompt_lookup[window=7]]. {AUTO}: {CHOICE}.",
 )
 WINDOW = flags.DEFINE_integer(
   "window",

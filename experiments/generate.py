@@ -80,6 +80,13 @@ def accept_histogram(rows: Sequence[RowResult]) -> str:
   return "  ".join(f"{accepted}: {rounds}" for accepted, rounds in enumerate(counts))
 
 
+def width_histogram(method: runtime.Method, rows: Sequence[RowResult]) -> str:
+  """Rounds by what a controller chose."""
+  names = ["plain", *parse_method(method.name).widths]
+  counts = [sum(row.width.count(width) for row in rows) for width in range(len(names))]
+  return ", ".join(f"{name}: {count}" for name, count in zip(names, counts, strict=True))
+
+
 def faster(speedup: float) -> str:
   """A speedup in words; below 1 it says so."""
   return f"{speedup:.2f} x" + (" (slower)" if speedup < 1 else "")
@@ -134,6 +141,8 @@ def report(
     f"{shared.DTYPE.value}, temperature {shared.TEMPERATURE.value:g}, prompt of {len(prompt)} tokens, "
     f"batch {len(rows)}, {len(plain)} timed run(s) each"
   )
+  if methods[1].beliefs is not None:
+    print(f"widths            {width_histogram(methods[1], rows)}; costs: {methods[1].beliefs}")
   print("attention         {}: {}".format(*runtime.attention(job, methods[1])))
   compiles = sum(run.compiles for name in names for run in runs[name])
   print(
@@ -159,7 +168,7 @@ def _identical(job, method, plain, speculative, prompt) -> str:
 
 def main(_: list[str]) -> None:
   prompt_text = read_prompt()
-  batch, drafter = shared.BATCH_SIZE.value, shared.DRAFTER.value
+  batch, drafter = shared.BATCH_SIZE.value, runtime.drafter_name()
   if parse_method(drafter).drafter == "none":
     raise ValueError("--drafter = 'none': the plain run is always made; name a drafter to compare it with")
   directory = None

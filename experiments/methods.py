@@ -16,6 +16,8 @@ from specjax import options
 from specjax.control import CONTROLS
 from specjax.drafters import DRAFTERS, parse_drafter
 
+# What --drafter is without the flag, and what it stands for where speed counts.
+AUTO, CHOICE = "auto", "adaptive[of=prompt_lookup]"
 # Widths that a controller chooses from where a drafter is named alone: short, long, tree.
 WIDTHS = {
   "prompt_lookup": ("prompt_lookup[window=2]", "prompt_lookup[window=5]", "prompt_lookup[matches=4,nodes=8]"),
@@ -70,7 +72,7 @@ def parse_method(text: str) -> MethodText:
   Raises:
     ValueError: brackets that cannot be read, a controller without ``of``, or widths of different drafters.
   """
-  name, own = options.parse("drafter", text)
+  name, own = options.parse("drafter", CHOICE if text == AUTO else text)
   if name not in CONTROLS:
     return MethodText(None, {}, (text,), _own_layers(text)[1])
   of = own.pop("of", None)

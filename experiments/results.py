@@ -231,7 +231,8 @@ def make_row(
   emitted a round, bonus included; their sum is ``new_tokens``. ``overlap`` is the mean Σ min(p, q) over
   judged drafts, null where it is not known; ``node_counts`` is rounds by nodes the target ran over (1: plain
   decoding), ``width_counts`` rounds by the width that was asked for (0: none, then the method's drafters in
-  order); ``mean_logprob`` that of the new tokens, as --logprobs says. Seconds are the row's share of a batch.
+  order), ``missed`` tokens of rounds that asked none, before a later one that did; ``mean_logprob`` that of
+  the new tokens, as --logprobs says. Seconds are the row's share of a batch.
   """
   logprobs = result.logprobs or []
   return {
@@ -252,6 +253,7 @@ def make_row(
     "accept_lengths": result.emitted,
     "node_counts": _counts(result.nodes),
     "width_counts": _counts(result.width),
+    "missed": _missed(result),
     "overlap": result.overlap,
     # A rule for cost experiments emits what the target gives no probability.
     "mean_logprob": statistics.fmean(logprobs) if logprobs and min(logprobs) > -math.inf else None,
@@ -266,6 +268,17 @@ def make_row(
 def _counts(values: Sequence[int]) -> dict[str, int]:
   """How often each value is there, by the value as text."""
   return {str(value): count for value, count in sorted(collections.Counter(values).items())}
+
+
+def _missed(result: RowResult) -> int:
+  """Tokens committed in rounds that asked no drafter, behind which one was asked again."""
+  missed = waiting = 0
+  for width, emitted in zip(result.width, result.emitted, strict=True):
+    if width:
+      missed, waiting = missed + waiting, 0
+    else:
+      waiting += emitted
+  return missed
 
 
 def median(values: Iterable[float]) -> float:

@@ -17,7 +17,7 @@ import numpy as np
 import specjax
 from experiments import calibration, results
 from experiments import flags as shared
-from experiments.methods import MethodText, make_control, parse_method
+from experiments.methods import AUTO, CHOICE, MethodText, make_control, parse_method
 from specjax import control
 from specjax.base import Drafter, Rule
 from specjax.checkpoints import LoadedModel, check_same_vocabulary, load_model, package
@@ -103,6 +103,11 @@ class Method:
 
 def greedy() -> bool:
   return shared.TEMPERATURE.value < MIN_TEMPERATURE
+
+
+def drafter_name(choice: str = CHOICE) -> str:
+  """The method of --drafter; ``choice`` without the flag."""
+  return choice if shared.DRAFTER.value == AUTO else shared.DRAFTER.value
 
 
 def use_compilation_cache() -> None:

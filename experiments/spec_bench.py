@@ -19,9 +19,10 @@ from typing import Any
 import tqdm
 from absl import flags
 
+from experiments import calibration, measure, predictions, questions, results, runtime, summary
 from experiments import flags as shared
-from experiments import measure, questions, results, runtime, summary
 from specjax import options, text
+from specjax.analysis import CostTable
 from specjax.verify import describe
 
 TURNS = flags.DEFINE_enum("turns", "first", ["first", "all"], "Turns of each question to answer.")
@@ -38,7 +39,7 @@ _SLACK = 16
 
 def drafter_names() -> list[str]:
   """Methods in order, the baseline first, none twice."""
-  names = options.split(DRAFTERS.value or shared.DRAFTER.value)
+  names = options.split(DRAFTERS.value or runtime.drafter_name())
   return list(dict.fromkeys([summary.BASELINE, *names]))
 
 
@@ -243,17 +244,28 @@ def main(_: list[str]) -> None:
       differences=bench.differences,
     )
   write_answers(directory.path, directory.rows, job.target.source)
-  show(directory)
+  show(directory, calibration.load(runtime.calibration_key(job)))
 
 
-def show(directory: results.RunDirectory) -> None:
-  """Prints method × category, what differs from plain decoding, and the compile counts."""
+def show_predictions(found: Sequence[predictions.Line], table: CostTable) -> None:
+  if not found:
+    return
+  print("\nPredicted from the calibration and the rounds that were run; draft and verify in plain rounds.")
+  results.table(predictions.HEADER, predictions.cells(found))
+  error = 100 * predictions.mean_error(found)
+  print(f"mean absolute error {error:.1f} % over method x category; calibration of {table.made}")
+
+
+def show(directory: results.RunDirectory, table: CostTable | None) -> None:
+  """Prints method × category, what differs from plain decoding, predictions, and the compile counts."""
   results.table(summary.HEADER, summary.method_table(directory.rows))
   positions = summary.position_table(directory.rows)
   if positions:
     depths = [f"depth {d}" for d in range(1, len(positions[0]) - 1)]
     print("\nAcceptance by position: of the rounds that reached a depth, the share that accepted there.")
     results.table(["method", "nodes", *depths], positions)
+  if table is not None:
+    show_predictions(predictions.lines(table, directory.rows), table)
   info = directory.info
   for found in info.get("differences", ()):
     difference = measure.Difference(found["position"], found["margin"])

@@ -167,8 +167,8 @@ class Adaptive:
   **Exploration.** Where plain decoding looks best, a width that would beat it if acceptance were
   ``curiosity`` standard errors better is tried as far as the account reaches. Evidence ages while a row
   rests, so the errors grow, and drafts that have become good are found again after a few tries; where they
-  stay bad, the account pays for few. While drafting, every ``look_around`` rounds the width with the highest such bound
-  is tried. No randomness is used.
+  stay bad, the account pays for few. While drafting, every ``look_around`` rounds the width with the highest
+  such bound is tried. No randomness is used.
 
   Attributes:
     allowance: plain rounds a row may lose from the start.

@@ -149,6 +149,7 @@ def predicted_seconds(
   new_tokens: int,
   node_counts: Mapping[int | str, int],
   drafted: Mapping[str, int] = MappingProxyType({}),
+  missed: int = 0,
   batch: int = 1,
   prefill_widths: Sequence[int] = (),
   calls: int = 1,
@@ -156,8 +157,7 @@ def predicted_seconds(
   """Time of a response, round by round, as its live length grows from the prompt's to the end.
 
   Rounds of all widths are taken to be spread evenly over the response. A round costs what ``table`` has
-  for its nodes, batch and live length; a drafted one the drafter's cost on top; each round without a draft
-  emits one token that the drafter catches up on later.
+  for its nodes, batch and live length; a drafted one the drafter's cost on top.
 
   Args:
     table: costs of the device.
@@ -165,6 +165,7 @@ def predicted_seconds(
     new_tokens: of the response, at least 1.
     node_counts: nodes verified → rounds (keys may be text, as JSON has them).
     drafted: drafter, a key of the table's drafts → rounds that called it; other rounds drafted nothing.
+    missed: tokens of such rounds that a later draft had to catch up on.
     batch: rows decoded together; seconds are those of the whole batch.
     prefill_widths: widths of the prompt's chunks; none: a prefill of 0.
     calls: of the compiled loop, for both.
@@ -179,8 +180,7 @@ def predicted_seconds(
   if not rounds:
     raise ValueError(f"node_counts = {dict(node_counts)}; it must have a round")
   calls_of = {name: whole(f"drafted[{name!r}]", n, 0) for name, n in drafted.items()}
-  silent = rounds - sum(calls_of.values())
-  if silent < 0:
+  if sum(calls_of.values()) > rounds:
     raise ValueError(f"drafted = {dict(drafted)}; it must be at most the {rounds} rounds")
   plain_lives = prompt_tokens + np.arange(new_tokens)
   lives = prompt_tokens + np.arange(rounds) * (new_tokens / rounds)
@@ -189,7 +189,9 @@ def predicted_seconds(
   )
   for name, n in calls_of.items():
     ms += n * table.draft_ms_at(name, batch=batch, live=lives).mean()
-  ms += silent * max((table.drafts[name]["catch_up_ms"] for name, n in calls_of.items() if n), default=0.0)
+  ms += whole("missed", missed, 0) * max(
+    (table.drafts[name]["catch_up_ms"] for name, n in calls_of.items() if n), default=0.0
+  )
   plain_ms = table.round_ms_at(1, batch=batch, live=plain_lives).sum()
   host_ms = whole("calls", calls, 1) * table.call_ms
   return Prediction(

@@ -101,7 +101,7 @@ def test_a_response_of_mixed_rounds():
   drafts = {"two": FILE["drafts"][DRAFTER] | {"draft_ms": [[2.0, 2.0], [2.0, 2.0]]}}
   table = analysis.CostTable.from_json(table.to_json() | {"drafts": drafts})
   asked = dict(prompt_tokens=70, new_tokens=20, node_counts={4: 6, 1: 5}, calls=3)
-  got = analysis.predicted_seconds(table, **asked, drafted={"two": 6})
+  got = analysis.predicted_seconds(table, **asked, drafted={"two": 6}, missed=5)
   assert got.decode_s * 1e3 == pytest.approx(11 + 6 * 2 + 5 * 1.5 + 3 * 0.4)
   assert got.plain_s * 1e3 == pytest.approx(20 + 3 * 0.4)
   assert analysis.predicted_seconds(table, **asked).decode_s * 1e3 == pytest.approx(11 + 3 * 0.4)

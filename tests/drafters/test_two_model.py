@@ -121,3 +121,24 @@ def test_deep_nodes_end_with_the_drafts_own_limit():
   tree = TREES["cartesian"]
   proposal = propose(make(tree, "top_k", max_length=4), [[1, 2, 3]], Settings.create(1))
   np.testing.assert_array_equal(proposal.valid[0], tree.depths <= 2)
+
+
+@pytest.mark.parametrize("policy", ("sample", "top_k"))
+def test_drafting_stops_where_the_draft_is_unsure(policy):
+  """Children exist exactly where the draft's best token behind their parent has the probability asked for,
+  before temperature; what was drawn does not matter.
+
+  Fails when the drawn token's probability decides, or that of processed logits.
+  """
+  tree, least = TREES["chain"], 0.5
+  # Many rows, at a temperature that often draws what is unlikely.
+  prompts = [[a, b, c] for a in range(VOCAB) for b in range(VOCAB) for c in (0, 3)]
+  settings = Settings.create(len(prompts), temperature=2.0, seed=range(len(prompts)))
+  proposal = propose(make(tree, policy, confidence=least), prompts, settings)
+  ended = 0
+  for text, valid in zip(texts(proposal, tree, prompts), proposal.valid):
+    for node in range(1, tree.num_nodes):
+      sure = process(DRAFT.logits_after(text[node - 1])).max() >= least if valid[node - 1] else False
+      assert valid[node] == sure
+      ended += valid[node - 1] and not sure
+  assert ended > 10 and proposal.valid[:, 1:].sum() > 30

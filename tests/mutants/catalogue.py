@@ -1,6 +1,6 @@
 """All faults, in the order in which they are tried."""
 
-from tests.mutants import Mutant, around, core, drafting, processing, rules
+from tests.mutants import Mutant, around, control, core, drafting, processing, rules
 
 MUTANTS: tuple[Mutant, ...] = (
   *core.MUTANTS,
@@ -8,4 +8,5 @@ MUTANTS: tuple[Mutant, ...] = (
   *rules.MUTANTS,
   *drafting.MUTANTS,
   *around.MUTANTS,
+  *control.MUTANTS,
 )

@@ -250,7 +250,7 @@ MUTANTS = (
   Mutant(
     "prefill feeds the root",
     "the last token of a prompt is counted as cached before its round",
-    DECODE,
+    "specjax/prefill.py",
     "valid = start + jnp.arange(width) < state.length[:, None] - 1",
     "valid = start + jnp.arange(width) < state.length[:, None]",
     (CHAIN_PAIR,),
@@ -276,8 +276,8 @@ MUTANTS = (
     "draft past the limit",
     "a draft is proposed where the bonus has no room",
     DECODE,
-    "(tree.depths < (state.limit - state.length)[:, None])",
-    "(tree.depths <= (state.limit - state.length)[:, None])",
+    "tree.depths < (state.limit - state.length)[:, None]",
+    "tree.depths <= (state.limit - state.length)[:, None]",
     (f"{LIMITS}::test_b2_b6_the_last_tokens_before_the_limit",),
   ),
   Mutant(
