@@ -70,6 +70,8 @@ NOT_USED = (
 )
 FREE = 0  # layers of a draft that costs nothing
 _PREFILLS = 5
+# Cells between two runs of plain decoding.
+_BETWEEN_PLAIN = 3
 
 
 # --- what is asked ---------------------------------------------------------------------------------
@@ -287,14 +289,16 @@ class GainMap:
     return {response: tuple(np.mean(pairs, axis=0).tolist()) for response, pairs in seen.items()}
 
   def measure(self, cells: Sequence[tuple[int, float]]) -> Iterator[list[dict[str, Any]]]:
-    """The rows of each cell, plain decoding before and after it."""
+    """The rows of each cell, plain decoding before and after every few of them."""
     before = self.timed(None)
-    for cell in cells:
+    for start in range(0, len(cells), _BETWEEN_PLAIN):
+      few = cells[start : start + _BETWEEN_PLAIN]
       compiles = measure.compile_count()
-      found, after = self.timed(*cell), self.timed(None)
+      found, after = [self.timed(*cell) for cell in few], self.timed(None)
       compiles = measure.compile_count() - compiles
       plain = {response: (before[response][0], after[response][0]) for response in self.plan.responses}
-      yield rows_of(self.plan, self.table, cell, found, plain, self.prefill_ms, compiles)
+      for cell, times in zip(few, found, strict=True):
+        yield rows_of(self.plan, self.table, cell, times, plain, self.prefill_ms, compiles)
       before = after
 
 

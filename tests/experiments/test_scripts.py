@@ -10,8 +10,8 @@ from tests.experiments.tiny import run_script
 
 FIELDS = (
   "question_id turn category drafter rule settings prompt_tokens new_tokens rounds proposed proposed_depth "
-  "accepted accept_counts reach_counts accept_lengths overlap mean_logprob prefill_s decode_s finish_reason "
-  "token_ids text"
+  "accepted accept_counts reach_counts accept_lengths node_counts width_counts missed overlap "
+  "mean_logprob prefill_s decode_s finish_reason token_ids text"
 ).split()
 TREE = "prompt_lookup[matches=4,nodes=9,min_ngram=1]"
 QUESTIONS = [
@@ -68,6 +68,7 @@ def test_one_row_per_question_turn_and_method(first):
     assert list(r) == FIELDS
     assert sum(r["accept_lengths"]) == r["new_tokens"] == len(r["token_ids"]) <= 12
     assert sum(r["accept_counts"]) == r["rounds"] == len(r["accept_lengths"])
+    assert sum(r["node_counts"].values()) == sum(r["width_counts"].values()) == r["rounds"]
     baseline = plain[r["question_id"], r["turn"]]
     assert r["token_ids"] == baseline["token_ids"] and r["text"] == baseline["text"]
     assert r["prompt_tokens"] == baseline["prompt_tokens"]
