@@ -41,7 +41,7 @@ DRAFTER = flags.DEFINE_string(
 WINDOW = flags.DEFINE_integer(
   "window",
   None,
-  "Drafts a round. Default: 5 for prompt_lookup, 4 for two_model, the factory's own for others.",
+  "Drafts a round. Default: 7 for prompt_lookup, 4 for two_model, the factory's own for others.",
 )
 RULE = flags.DEFINE_string(
   "rule",

@@ -18,10 +18,15 @@ from specjax.drafters import DRAFTERS, parse_drafter
 
 # What --drafter is without the flag, and what it stands for where speed counts.
 AUTO, CHOICE = "auto", "adaptive[of=prompt_lookup]"
-# Widths that a controller chooses from where a drafter is named alone: short, long, tree.
+# Widths that a controller chooses from where a drafter is named alone: short, long, tree. 4 and 8 nodes, as products
+# of a few rows are fastest for multiples of 4 on a CPU (lab book: 6 nodes cost more than 8).
 WIDTHS = {
-  "prompt_lookup": ("prompt_lookup[window=2]", "prompt_lookup[window=5]", "prompt_lookup[matches=4,nodes=8]"),
-  "two_model": ("two_model[window=2]", "two_model[window=5]", "two_model[branching=(2,2),window=3]"),
+  "prompt_lookup": (
+    "prompt_lookup[window=3]",
+    "prompt_lookup[window=7]",
+    "prompt_lookup[matches=4,nodes=8,window=5]",
+  ),
+  "two_model": ("two_model[window=3]", "two_model[window=7]", "two_model[branching=(2,),window=3]"),
 }
 
 

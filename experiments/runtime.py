@@ -30,7 +30,7 @@ from specjax.models.sharding import make_mesh, shard_model
 from specjax.sampling import MIN_TEMPERATURE, Settings
 from specjax.verify import make_rule
 
-DEFAULT_WINDOWS = {"prompt_lookup": 5, "two_model": 4}
+DEFAULT_WINDOWS = {"prompt_lookup": 7, "two_model": 4}
 # Drafters that often propose nothing; such a round then runs the target over the roots alone.
 _OFTEN_SILENT = frozenset({"prompt_lookup"})
 # What a step of a drafter without weights is taken to cost, in plain rounds, where it was not measured.

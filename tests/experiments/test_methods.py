@@ -10,7 +10,7 @@ from specjax.decode import RowResult
 from specjax.tree import TokenTree
 from tests.experiments.test_calibrate import KEY
 
-LOOKUP = ("prompt_lookup[window=2]", "prompt_lookup[window=5]", "prompt_lookup[matches=4,nodes=8]")
+LOOKUP = ("prompt_lookup[window=3]", "prompt_lookup[window=7]", "prompt_lookup[matches=4,nodes=8,window=5]")
 
 
 @pytest.mark.parametrize(
