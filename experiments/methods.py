@@ -18,8 +18,8 @@ from specjax.drafters import DRAFTERS, parse_drafter
 
 # What --drafter is without the flag, and what it stands for where speed counts.
 AUTO, CHOICE = "auto", "adaptive[of=prompt_lookup]"
-# Widths that a controller chooses from where a drafter is named alone: short, long, tree. 4 and 8 nodes, as products
-# of a few rows are fastest for multiples of 4 on a CPU (lab book: 6 nodes cost more than 8).
+# Widths that a controller chooses from where a drafter is named alone: short, long, tree. 4 and 8 nodes: on a
+# CPU products of a few rows are fastest for multiples of 4 (lab book: 6 nodes cost more than 8).
 WIDTHS = {
   "prompt_lookup": (
     "prompt_lookup[window=3]",

@@ -92,7 +92,11 @@ def cache_sized_work(text: str, caches) -> set[str]:
   return (made | set(copied_async)) - IN_PLACE
 
 
-LOOPS = [(name, batch) for name in ("none", "prompt_lookup", "two_model_sample") for batch in (1, 2)]
+LOOPS = [
+  pytest.param(name, batch, marks=pytest.mark.slow if batch == 1 else ())
+  for name in ("none", "prompt_lookup", "two_model_sample")
+  for batch in (1, 2)
+]
 
 
 TREES = ("scripted_tree", "prompt_lookup_tree", "two_model_tree_top_k")

@@ -126,6 +126,7 @@ def first(bench, tmp_path_factory):
   return path
 
 
+@pytest.mark.slow
 def test_every_rule_that_takes_a_proposal_judges_it(first):
   rows = results.read_rows(first)
   rules = {
@@ -147,6 +148,7 @@ def test_every_rule_that_takes_a_proposal_judges_it(first):
     assert r["tokens"] == pytest.approx(1 + np.dot(counts, range(len(counts))) / sum(counts))
 
 
+@pytest.mark.slow
 def test_rules_are_paired(first):
   """Same drafts and seeds: rules that are one on chains agree context by context, as do lossless and l = 1.
 
@@ -165,6 +167,7 @@ def test_rules_are_paired(first):
   assert overlaps and all(0 < value <= 1 for value in overlaps.values())
 
 
+@pytest.mark.slow
 def test_the_rows_behind_a_context_are_those_of_its_text(first, models):
   """Σ min(p, q) from plain forwards of both models over the text.
 
@@ -210,6 +213,7 @@ def test_resumes_after_a_kill_with_the_same_numbers(bench, first, tmp_path, caps
   assert "block_verification − speculative_sampling" in out and "KL(law ‖ p)" in out and "nan" not in out
 
 
+@pytest.mark.slow
 def test_plot(bench, first, tmp_path):
   path = tmp_path / "rules.png"
   assert bench(first, f"--plot={path}") == 0

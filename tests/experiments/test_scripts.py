@@ -1,6 +1,7 @@
 """The scripts end to end on tiny models: rows, resuming, comparing, one-line errors."""
 
 import json
+import re
 import os
 
 import pytest
@@ -194,6 +195,9 @@ def test_generate_samples_in_a_batch(models, capsys):
   assert run_script(generate, *flags, "--max_new_tokens=16", "--seed=3") == 0
   out = capsys.readouterr().out
   assert "rule draw_and_follow" in out and "identical         yes, all 32 tokens" in out
+  # Without --drafter a controller chooses; no calibration is there, and the report says so.
+  assert re.search(r"widths +plain: \d+, prompt_lookup\[window=3\]: \d+, ", out)
+  assert "costs: assumed: no calibration" in out
 
 
 def test_least_lengths_hold_in_short_last_groups(models, tmp_path):
@@ -202,6 +206,7 @@ def test_least_lengths_hold_in_short_last_groups(models, tmp_path):
   asked.write_text("".join(json.dumps({"prompt": f"the hen {i}"}) + "\n" for i in range(3)))
   output = str(tmp_path / "run")
   flags = [f"--model={models[0]}", f"--questions={asked}", f"--output={output}", "--batch_size=2", "--nochat"]
+  flags += ["--drafter=prompt_lookup"]
   assert run_script(spec_bench, *flags, "--max_new_tokens=6", "--min_new_tokens=4", "--warmup=0") == 0
   rows = results.read_rows(output)
   assert len(rows) == 6 and all(4 <= row["new_tokens"] <= 6 for row in rows)
@@ -210,6 +215,7 @@ def test_least_lengths_hold_in_short_last_groups(models, tmp_path):
 
 def test_generate_marks_what_is_not_the_targets_output(models, capsys):
   flags = [f"--model={models[0]}", "--prompt=the hen the hen", "--rule=synthetic[rates=(1.0,)]"]
+  flags += ["--drafter=prompt_lookup"]
   assert run_script(generate, *flags, "--max_new_tokens=8") == 0
   assert "not compared: rule synthetic does not give the target's output" in capsys.readouterr().out
 
