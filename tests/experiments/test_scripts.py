@@ -1,8 +1,8 @@
 """The scripts end to end on tiny models: rows, resuming, comparing, one-line errors."""
 
 import json
-import re
 import os
+import re
 
 import pytest
 
