@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from experiments import flags as shared
+from experiments.results import ratio
 from specjax.analysis import CostTable
 from specjax.base import Trees
 from specjax.checkpoints import package
@@ -56,15 +57,38 @@ def check_key(path: str, stored: Mapping[str, Any], key: Mapping[str, Any]) -> N
     raise ValueError(f"{path}: measured with {found}; measure again with python -m experiments.calibrate")
 
 
-def beliefs(
-  table: CostTable, widths: Sequence[str], trees: Trees, *, batch: int, temperature: float
-) -> Beliefs:
-  """What an adaptive controller believes of ``widths``, which must be in the table.
+def lacking(table: CostTable, widths: Sequence[str], trees: Trees, batch: int) -> str | None:
+  """Why the table says nothing about these widths, None if it does."""
+  missing = [name for name in widths if name not in table.drafts]
+  if missing:
+    return f"the calibration lacks {', '.join(missing)}"
+  for name, tree in zip(widths, trees, strict=True):
+    if table.drafts[name]["nodes"] != tree.num_nodes:
+      nodes = table.drafts[name]["nodes"]
+      return f"the calibration has {name} with {nodes} nodes, here it has {tree.num_nodes}"
+  if batch > table.batches[-1]:
+    return f"the calibration ends at batch {table.batches[-1]}, here it is {batch}"
+  return None
 
-  Costs are the table's at this batch; acceptance is what was measured of each width, worth less if at
+
+def beliefs(
+  table: CostTable,
+  widths: Sequence[str],
+  trees: Trees,
+  *,
+  batch: int,
+  temperature: float,
+  length_limit: int,
+) -> Beliefs:
+  """What an adaptive controller believes of ``widths``, which the table must not be `lacking`.
+
+  Costs are the table's at this batch, up to the longest row; what catching up costs a token was measured at
+  the first batch and grows as the draft does. Acceptance is what was measured of each width, worth less if at
   another temperature, else one half.
   """
-  at = lambda nodes: table.round_ms_at(nodes, batch=batch, live=table.lives)
+  lives = np.unique([*table.lives, max(length_limit, table.lives[-1])])
+  draft_ms = lambda name, batch: table.draft_ms_at(name, batch=batch, live=lives)
+  at = lambda nodes: table.round_ms_at(nodes, batch=batch, live=lives)
   depth = max(tree.max_depth for tree in trees)
   proposing, acceptance = np.ones(len(trees) + 1), np.full((len(trees) + 1, depth), 0.5)
   strength = _MEASURED
@@ -80,12 +104,14 @@ def beliefs(
       strength = _GUESSED
   return Beliefs.create(
     trees,
-    live=table.lives,
+    live=lives,
     verify=np.stack([at(1), *(at(tree.num_nodes) for tree in trees)]),
-    draft=np.stack(
-      [0.0 * at(1), *(table.draft_ms_at(name, batch=batch, live=table.lives) for name in widths)]
+    draft=np.stack([0.0 * at(1), *(draft_ms(name, batch) for name in widths)]),
+    catch_up=max(
+      table.drafts[name]["catch_up_ms"]
+      * ratio(draft_ms(name, batch)[-1], draft_ms(name, table.batches[0])[-1])
+      for name in widths
     ),
-    catch_up=max(table.drafts[name]["catch_up_ms"] for name in widths),
     proposing=proposing,
     acceptance=acceptance,
     strength=strength,

@@ -16,15 +16,17 @@ def acceptance_of(rows: Sequence[RowResult]) -> dict[str, Any]:
   """Acceptance over all rounds of some rows.
 
   Returns:
-    ``rounds``; ``proposing``, the share of them that proposed anything; ``rates``, by position, of the rounds
-    that reached it the share that accepted there.
+    ``rounds``; ``proposing``, the share of them that proposed anything; ``rates`` by position: of the rounds
+    that proposed something and accepted all before it the share that accepted there. A draft that ended
+    early counts as not accepted, as it does for a controller.
   """
   rounds = sum(row.rounds for row in rows)
   proposing = sum(depth > 0 for row in rows for depth in row.depth)
-  deepest = max((reached for row in rows for reached in row.reached), default=0)
+  deepest = max((depth for row in rows for depth in row.depth), default=0)
   rates = []
   for depth in range(1, deepest + 1):
-    reached = sum(value >= depth for row in rows for value in row.reached)
+    before = [accepted >= depth - 1 for row in rows for accepted, d in zip(row.accepted, row.depth) if d]
+    reached = sum(before)
     rates.append(results.ratio(sum(value >= depth for row in rows for value in row.accepted), reached))
   return {"rounds": rounds, "proposing": results.ratio(proposing, rounds), "rates": rates}
 

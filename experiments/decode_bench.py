@@ -34,6 +34,7 @@ from flax import nnx
 from experiments import flags as shared
 from experiments import loops, results, runtime
 from experiments.bench import Bench, blocked, fixed, tree_of
+from experiments.methods import parse_method
 from specjax import decode
 from specjax.models import Decoder
 from specjax.sampling import Settings
@@ -240,6 +241,8 @@ def main(_: list[str]) -> None:
   unknown = [part for part in SELECTED.value if part not in PARTS]
   if unknown or not SELECTED.value:
     raise ValueError(f"--parts = {','.join(SELECTED.value)!r}; possible: {','.join(PARTS)}")
+  if parse_method(_drafter()).control is not None:
+    raise ValueError(f"--drafter = {_drafter()!r}: parts are measured of one width; name a drafter")
   if _drafter() == "none":
     raise ValueError("--drafter = 'none': plain rounds are always measured; name a drafter")
   directory = None

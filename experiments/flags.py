@@ -202,6 +202,10 @@ def _consistent(values: dict) -> bool:
     raise flags.ValidationError(f"--min_new_tokens={least} is more than --max_new_tokens={most}")
   if rule == "greedy" and values["temperature"] >= MIN_TEMPERATURE:
     raise flags.ValidationError(f"--rule=greedy needs --temperature=0, got {values['temperature']:g}")
+  if window is not None and values["drafter"] != AUTO and not method.takes_window:
+    raise flags.ValidationError(
+      f"--window={window} is not used: --drafter={values['drafter']} has widths {', '.join(method.widths)}"
+    )
   if window is not None and drafter in DRAFTERS and (window == 0) != (drafter == "none"):
     raise flags.ValidationError(f"--window={window} does not fit --drafter={drafter}")
   return True

@@ -4,8 +4,8 @@
 
 Real rounds of the real model under the ``synthetic`` rule, which accepts drafts at a given rate whatever they
 say: the text is not the target's, the cost is. Drafts are the target's own first layers, a chain of --window;
-``free`` drafts cost nothing. Plain decoding runs before and after each cell, and the mean of the two is what
-the cell is compared with, so that drift cancels. One run serves all response lengths: it decodes to the first
+``free`` drafts cost nothing. Plain decoding runs before and after every three cells, which are compared
+with the mean of the two, against drift. One run serves all response lengths: it decodes to the first
 limit, then to the next. Short ones are repeated under other seeds, until --least_tokens of each are seen.
 
 Predictions come from the calibration of this device (`experiments.calibrate`), and are what the tokens of a
@@ -56,6 +56,15 @@ LEAST_TOKENS = flags.DEFINE_integer(
 QUICK = flags.DEFINE_bool("quick", False, "Fewer rates, sizes and responses.", allow_override=True)
 
 NOT_USED = (
+  "seed",
+  "top_k",
+  "top_p",
+  "min_p",
+  "repetition_penalty",
+  "presence_penalty",
+  "frequency_penalty",
+  "logit_bias",
+  "chat",
   "draft_model",
   "drafter",
   "draft_policy",

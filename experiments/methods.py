@@ -52,6 +52,11 @@ class MethodText:
     return parse_drafter(self.widths[0])[0]
 
   @property
+  def takes_window(self) -> bool:
+    """Whether --window says anything about it: where all widths name their own it does not."""
+    return any("window" not in parse_drafter(width)[1] for width in self.widths)
+
+  @property
   def drafters(self) -> tuple[str, ...]:
     """Of all widths, as `drafters.make_drafter` reads them."""
     return tuple(_own_layers(width)[0] for width in self.widths)
@@ -90,9 +95,9 @@ def parse_method(text: str) -> MethodText:
       f"drafter = {text!r}; its widths must be those of one drafter, got {', '.join(sorted(names))}"
     )
   if len(drafters) == 1:
-    drafters = _usual_widths(drafters[0])
-  if name == "plus2_minus1":
-    drafters = tuple(drafter for drafter in drafters if not _is_tree(drafter))
+    drafters = _usual_widths(drafters[0], chains_only=name == "plus2_minus1")
+  if name == "plus2_minus1" and any(map(_is_tree, drafters)):
+    raise ValueError(f"drafter = {text!r}; {name} takes chains, one of its widths is a tree")
   layers = {_own_layers(drafter)[1] for drafter in drafters}
   if len(layers) > 1:
     raise ValueError(f"drafter = {text!r}; all widths must draft with the same layers")
@@ -105,12 +110,13 @@ def make_control(text: str, name: str, own: dict[str, Any]):
   return options.make("drafter", text, CONTROLS[name], own)
 
 
-def _usual_widths(drafter: str) -> tuple[str, ...]:
+def _usual_widths(drafter: str, *, chains_only: bool) -> tuple[str, ...]:
   """The drafter at its usual widths, with the options it has; one that names its shape is taken as it is."""
   name, own = parse_drafter(drafter)
   if name not in WIDTHS or own.keys() & {"window", "branching", "matches", "nodes"}:
     return (drafter,)
-  widths = (parse_drafter(width)[1] for width in WIDTHS[name])
+  usual = [width for width in WIDTHS[name] if not (chains_only and _is_tree(width))]
+  widths = (parse_drafter(width)[1] for width in usual)
   return tuple(options.write(name, {**own, **width}) for width in widths)
 
 

@@ -26,7 +26,7 @@ TABLES_FLAG = flags.DEFINE_list("tables", [], "Which tables, with commas between
 # A window no draft of the papers is longer than.
 _LONGEST = 64
 # Fields of a calibration's key that a run has to agree with.
-_KEY = ("platform", "device_kind", "cpu", "model", "dtype")
+_KEY = ("platform", "device_kind", "cpu", "model", "draft_model", "dtype")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Inputs:
 
   def fits(self, run: Run) -> bool:
     """Whether the costs are those of the run's device, model and precision."""
-    return self.costs is not None and all(self.costs.key[name] == run.info.get(name) for name in _KEY)
+    return self.costs is not None and all(self.costs.key.get(name) == run.info.get(name) for name in _KEY)
 
   def draft_cost(self, found: ChainFigures) -> float | None:
     """c of the drafter on its device, None where the calibration does not tell."""
@@ -52,7 +52,7 @@ class Inputs:
     lines = [run.note for run in mine]
     for run in mine if self.costs is not None else ():
       if not self.fits(run):
-        differ = [name for name in _KEY if self.costs.key[name] != run.info.get(name)]
+        differ = [name for name in _KEY if self.costs.key.get(name) != run.info.get(name)]
         lines.append(f"[{run.number}]: the calibration has another {', '.join(differ)} and was not used.")
     return lines
 

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Sequence
 
 from experiments import summary
-from experiments.methods import parse_method
 from experiments.results import ratio
 from experiments.summary import BASELINE, OVERALL, Row
 from specjax.analysis import CostTable, Prediction, predicted_seconds
@@ -41,7 +40,7 @@ class Line:
 
 def drafted_rounds(row: Row) -> dict[str, int]:
   """Drafter, as a calibration names it → rounds that asked it."""
-  widths = parse_method(row["drafter"]).widths
+  widths = row["settings"]["widths"]
   counts = {int(width): rounds for width, rounds in row["width_counts"].items()}
   return {widths[width - 1]: rounds for width, rounds in counts.items() if width}
 
@@ -59,14 +58,28 @@ def predict(table: CostTable, row: Row, *, drafts: bool = True) -> Prediction:
   )
 
 
+def unknown(table: CostTable, rows: Sequence[Row]) -> list[str]:
+  """Methods of which the table cannot say what their drafts cost: not measured, or with other nodes."""
+  return [
+    method
+    for method, answered in summary.by_method(rows).items()
+    if method != BASELINE and not all(_knows(table, row["settings"]) for row in answered.values())
+  ]
+
+
+def _knows(table: CostTable, settings: Row) -> bool:
+  known = [table.drafts[name]["nodes"] for name in settings["widths"] if name in table.drafts]
+  return len(known) == len(settings["widths"]) and max(known) == settings["nodes"]
+
+
 def lines(table: CostTable, rows: Sequence[Row]) -> list[Line]:
-  """Method × category, for methods whose drafters the table has, on what the baseline has answered too."""
+  """Method × category on what the baseline has answered too; methods that are `unknown` are left out."""
   methods = summary.by_method(rows)
-  baseline, found = methods.pop(BASELINE), []
+  baseline, found, left_out = methods.pop(BASELINE), [], unknown(table, rows)
   for method, answered in methods.items():
-    shared = [row for k, row in answered.items() if k in baseline and row["new_tokens"]]
-    if any(name not in table.drafts for row in shared for name in drafted_rounds(row)):
+    if method in left_out:
       continue
+    shared = [row for k, row in answered.items() if k in baseline and row["new_tokens"]]
     of = {summary.key(row): (predict(table, row), predict(table, row, drafts=False)) for row in shared}
     for category in summary.categories(shared) if shared else ():
       mine = [row for row in shared if category in (row["category"], OVERALL)]

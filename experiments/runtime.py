@@ -106,8 +106,20 @@ def greedy() -> bool:
 
 
 def drafter_name(choice: str = CHOICE) -> str:
-  """The method of --drafter; ``choice`` without the flag."""
-  return choice if shared.DRAFTER.value == AUTO else shared.DRAFTER.value
+  """The method of --drafter; ``choice`` without the flag.
+
+  Raises:
+    ValueError: --window is given, and the choice has widths of its own.
+  """
+  if shared.DRAFTER.value != AUTO:
+    return shared.DRAFTER.value
+  widths = parse_method(choice)
+  if shared.WINDOW.value is not None and not widths.takes_window:
+    raise ValueError(
+      f"--window = {shared.WINDOW.value} is not used by {choice}, whose widths are "
+      f"{', '.join(widths.widths)}; name a drafter"
+    )
+  return choice
 
 
 def use_compilation_cache() -> None:
@@ -220,15 +232,17 @@ def _beliefs(
   """What an adaptive controller believes of the widths beforehand, and where that comes from."""
   key = calibration_key(job)
   table = calibration.load(key)
-  missing = [] if table is None else [width for width in method.widths if width not in table.drafts]
-  if table is not None and not missing:
-    settings = dict(batch=shared.BATCH_SIZE.value, temperature=shared.TEMPERATURE.value)
-    beliefs = calibration.beliefs(table, method.widths, config.trees, **settings)
+  batch = shared.BATCH_SIZE.value
+  why = "no calibration"
+  if table is not None:
+    why = calibration.lacking(table, method.widths, config.trees, batch)
+  if why is None:
+    settings = dict(temperature=shared.TEMPERATURE.value, length_limit=config.length_limit)
+    beliefs = calibration.beliefs(table, method.widths, config.trees, batch=batch, **settings)
     return beliefs, f"calibration of {table.made}"
   size = lambda model: sum(leaf.nbytes for leaf in jax.tree.leaves(model))
   step = _FREE_DRAFT if draft is None else size(draft) / size(job.target.model)
-  why = "no calibration" if table is None else f"the calibration lacks {', '.join(missing)}"
-  return control.assumed(config.trees, draft_step=step), f"assumed: {why}"
+  return control.assumed(config.trees, draft_step=step, batch=batch), f"assumed: {why}"
 
 
 def _make_drafter(job: Job, text: str, layers: int | None) -> Drafter:
@@ -315,6 +329,7 @@ def describe_settings(job: Job, method: Method) -> dict:
     "window": method.window,
     "nodes": method.nodes,
     "beliefs": method.beliefs,
+    "widths": list(parse_method(method.name).widths),
     "draft_policy": getattr(method.config.drafter, "policy", None),
     "attention": attention(job, method).implementation,
     "temperature": shared.TEMPERATURE.value,

@@ -216,6 +216,7 @@ def main(_: list[str]) -> None:
   modules = [shared, questions, sys.modules[__name__]]
   directory = results.RunDirectory(shared.OUTPUT.value, "spec_bench", modules)
   job = runtime.load_job(drafter_names())
+  table = calibration.load(runtime.calibration_key(job))
   bench = Bench(asked, directory, job)
   directory.update(
     model=job.target.source,
@@ -244,10 +245,14 @@ def main(_: list[str]) -> None:
       differences=bench.differences,
     )
   write_answers(directory.path, directory.rows, job.target.source)
-  show(directory, calibration.load(runtime.calibration_key(job)))
+  show(directory, table)
 
 
-def show_predictions(found: Sequence[predictions.Line], table: CostTable) -> None:
+def show_predictions(rows: Sequence[dict[str, Any]], table: CostTable) -> None:
+  left_out = predictions.unknown(table, rows)
+  if left_out:
+    print(f"\nNot predicted: the calibration has no drafts of {', '.join(left_out)} (experiments.calibrate).")
+  found = predictions.lines(table, rows)
   if not found:
     return
   print("\nPredicted from the calibration and the rounds that were run; draft and verify in plain rounds.")
@@ -265,7 +270,7 @@ def show(directory: results.RunDirectory, table: CostTable | None) -> None:
     print("\nAcceptance by position: of the rounds that reached a depth, the share that accepted there.")
     results.table(["method", "nodes", *depths], positions)
   if table is not None:
-    show_predictions(predictions.lines(table, directory.rows), table)
+    show_predictions(directory.rows, table)
   info = directory.info
   for found in info.get("differences", ()):
     difference = measure.Difference(found["position"], found["margin"])

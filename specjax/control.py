@@ -161,8 +161,9 @@ class Adaptive:
 
   **Account.** A row starts with ``allowance`` plain rounds, earns ``refill`` with each token, and pays what a
   round cost beyond the tokens it emitted (gains are paid in, up to ``ceiling``). A width runs only if the
-  rows can pay for it should nothing be accepted, so with true costs rows that stay together never cost more
-  than ``allowance + (1 + refill) · tokens`` plain rounds, whatever the drafter does.
+  rows' mean account can pay for it should nothing be accepted. With true costs a row alone, and the mean of
+  rows that stay together, therefore never costs more than ``allowance + (1 + refill) · tokens`` plain rounds,
+  whatever the drafter does.
 
   **Exploration.** Where plain decoding looks best, a width that would beat it if acceptance were
   ``curiosity`` standard errors better is tried as far as the account reaches. Evidence ages while a row
@@ -224,44 +225,45 @@ class Adaptive:
 
   def plan(self, beliefs: Beliefs, trees: Trees, control: Evidence, rows: Any) -> tuple[RoundPlan, Evidence]:
     active, depths = rows.active, _depths(trees)
-    verify, draft, catch_up = _costs(beliefs, control, rows)
+    verify, draft = _costs(beliefs, rows)
     mean, error = estimate(beliefs, trees, control, self.memory)
     proposing = _proposing(beliefs, trees, control)
     # The last token of the budget is the round's own: drafts reach one less far.
     reach = jnp.minimum(depths, (rows.limit - rows.length - 1)[:, None])  # [B, W + 1]
 
-    def tokens(rates):
-      """Accepted drafts expected of each row at each width, and Σ over rows of tokens / cost."""
+    held = jnp.sum(jnp.where(active, control.account, 0)) / jnp.maximum(active.sum(), 1)
+    dearest = jnp.max(jnp.where(_may_run(trees), verify, 0), axis=1)
+
+    def weigh(rates, least):
+      """The affordable width with the most Σ over rows of expected tokens / cost, that, and who joins it."""
       reached = jnp.arange(rates.shape[-1]) < reach[:, :, None]
       gain = proposing * jnp.sum(jnp.cumprod(jnp.clip(rates, 0, 1) * reached, axis=-1), axis=-1)
-      joins = active[:, None] & (gain >= self.least_gain)
+      joins = active[:, None] & (gain > least) & (depths > 0)
+      drafting = draft + _catch_up(beliefs, trees, control, joins)
       silent = jnp.prod(jnp.where(joins, 1 - proposing, 1), axis=0)
-      cost = draft + catch_up + (1 - silent) * verify + silent * verify[0]
-      cost = cost.at[0].set(verify[0])
-      return gain, jnp.sum(active[:, None] * (1 + jnp.where(joins, gain, 0)), axis=0) / cost
+      cost = (drafting + (1 - silent) * verify + silent * verify[0]).at[0].set(verify[0])
+      value = jnp.sum(active[:, None] * (1 + jnp.where(joins, gain, 0)), axis=0) / cost
+      affordable = ((drafting + dearest) / verify[0] - 1 <= held).at[0].set(True)
+      width = jnp.argmax(jnp.where(affordable, value, -jnp.inf))
+      return width, value[width], joins[:, width]
 
-    gain, value = tokens(mean)
-    _, hoped = tokens(mean + self.curiosity * error)
-    worst = (draft + catch_up + verify) / verify[0] - 1
-    rows_active = jnp.maximum(active.sum(), 1)
-    held = jnp.sum(jnp.where(active, control.account, 0)) / rows_active
-    affordable = (worst <= held).at[0].set(True)
-    best = jnp.argmax(jnp.where(affordable, value, -jnp.inf))
-    bold = jnp.argmax(jnp.where(affordable, hoped, -jnp.inf))
+    best, value, joins_best = weigh(mean, self.least_gain)
+    bold, hoped, joins_bold = weigh(mean + self.curiosity * error, 0.0)
     turn = jnp.max(jnp.where(active, control.drafted, 0)) % self.look_around == self.look_around - 1
-    explore = (hoped[bold] > value[best]) & ((best == 0) | turn)
+    explore = (hoped > value) & ((best == 0) | turn)
     width = jnp.where(explore, bold, best).astype(jnp.int32)
-    joins = active & (explore | (gain[:, width] >= self.least_gain)) & (width > 0)
+    joins = jnp.where(explore, joins_bold, joins_best)
     return RoundPlan(width, jnp.where(joins, jnp.asarray(depths)[width], 0).astype(jnp.int32)), control
 
   def learn(
     self, beliefs: Beliefs, trees: Trees, rows: Any, plan: RoundPlan, outcome: RoundOutcome
   ) -> Evidence:
     seen: Evidence = rows.control
-    verify, draft, catch_up = _costs(beliefs, seen, rows)
-    cost = verify[outcome.verified] + jnp.where(plan.width > 0, (draft + catch_up)[plan.width], 0)
-    earned = (1 + self.refill) * outcome.emitted - cost / verify[0]
     asked = rows.active & (plan.depth > 0)
+    verify, draft = _costs(beliefs, rows)
+    drafting = draft + _catch_up(beliefs, trees, seen, asked[:, None])
+    cost = verify[outcome.verified] + jnp.where(plan.width > 0, drafting[plan.width], 0)
+    earned = (1 + self.refill) * outcome.emitted - cost / verify[0]
     found = asked & (outcome.depth > 0)
     # Where a round drafted less deep than its width, being cut by the budget says nothing; a draft that
     # ended early is not accepted there.
@@ -305,13 +307,32 @@ def _groups(trees: Trees) -> np.ndarray:
   return np.array(numbers, np.int32)
 
 
-def _costs(beliefs: Beliefs, seen: Evidence, rows: Any) -> tuple[Array, Array, Array]:
-  """Of this round, ``[W + 1]`` each: verify, draft, and feeding the drafter what it missed."""
+def _may_run(trees: Trees) -> np.ndarray:
+  """bool ``[W + 1, W + 1]``: at which widths (columns) a round planned at one (rows) may be verified.
+
+  At its own, plainly, and a chain that ends early at any narrower one.
+  """
+  depths, groups = _depths(trees), _groups(trees)
+  chain = np.array([False, *(tree.is_chain for tree in trees)])
+  narrower = (groups[:, None] == groups) & chain[:, None] & chain & (depths <= depths[:, None])
+  return narrower | np.eye(len(depths), dtype=bool) | (np.arange(len(depths)) == 0)
+
+
+def _costs(beliefs: Beliefs, rows: Any) -> tuple[Array, Array]:
+  """Verify and draft of this round, ``[W + 1]`` each."""
   live = jnp.max(jnp.where(rows.active, rows.length, 0)).astype(jnp.float32)
   at = jax.vmap(lambda costs: jnp.interp(live, beliefs.live, costs))
-  missed = jnp.max(jnp.where(rows.active, seen.unseen, 0)).astype(jnp.float32)
-  drafts = jnp.arange(beliefs.draft.shape[0]) > 0
-  return at(beliefs.verify), at(beliefs.draft), drafts * beliefs.catch_up * missed
+  return at(beliefs.verify), at(beliefs.draft)
+
+
+def _catch_up(beliefs: Beliefs, trees: Trees, seen: Evidence, joins: Array) -> Array:
+  """``[W + 1]``: feeding the drafter what it missed of rows that join ``[B, W + 1 or 1]``, in whole blocks.
+
+  A block is as long as the width has nodes.
+  """
+  missed = jnp.max(jnp.where(joins, seen.unseen[:, None], 0), axis=0)
+  block = np.array([1, *(tree.num_nodes for tree in trees)])
+  return (beliefs.catch_up * block * jnp.ceil(missed / block)).at[0].set(0.0)
 
 
 def _proposing(beliefs: Beliefs, trees: Trees, seen: Evidence) -> Array:
@@ -407,19 +428,22 @@ CONTROLS: dict[str, type[Controller]] = {
 }
 
 
-def assumed(trees: Trees, *, draft_step: float, proposing: float = 1.0) -> Beliefs:
+def assumed(trees: Trees, *, draft_step: float, batch: int = 1, proposing: float = 1.0) -> Beliefs:
   """Beliefs where nothing was measured: careful ones, so that drafting must show that it pays.
 
-  A round of N nodes is taken to cost 1 + (N - 1) / 4 plain rounds, more than it does on any device measured
-  yet (a CPU: 1.6 at 4 nodes, 2.3 at 16; accelerators less), and half of the drafts to be accepted.
+  A round of N nodes is taken to cost 1 + (N - 1) · min(1, B / 4) plain rounds: for one row more than on any
+  device measured yet (a CPU: 1.4 at 4 nodes, 2.4 at 16), for four rows or more what it costs where nothing
+  is shared. Half of the drafts are taken to be accepted.
 
   Args:
     trees: topologies of widths 1 … W.
     draft_step: cost of one step of the draft, one for each level, in plain rounds.
+    batch: B, rows decoded together.
     proposing: share of rounds in which there is something to propose.
   """
-  verify = [1.0, *(1 + (tree.num_nodes - 1) / 4 for tree in trees)]
+  a_node = min(1.0, batch / 4)
+  verify = [1.0, *(1 + (tree.num_nodes - 1) * a_node for tree in trees)]
   draft = [0.0, *(draft_step * tree.max_depth for tree in trees)]
   return Beliefs.create(
-    trees, verify=verify, draft=draft, catch_up=draft_step / 4, proposing=proposing, acceptance=0.5
+    trees, verify=verify, draft=draft, catch_up=draft_step * a_node, proposing=proposing, acceptance=0.5
   )

@@ -384,9 +384,9 @@ def _put_first(into: Array, what: Array) -> Array:
 def _first_nodes(chain: Proposal, config: DecodeConfig) -> Proposal:
   """The first nodes of a chain, as many as the config's drafter proposes; a tree is whole."""
   tree = config.drafter.tree
-  if chain.tree.num_nodes == tree.num_nodes:
-    return chain
   nodes = tree.num_nodes
+  if chain.tree.num_nodes <= nodes:
+    return chain
   q = None if chain.q is None else chain.q[:, :nodes]
   return chain.replace(tokens=chain.tokens[:, :nodes], valid=chain.valid[:, :nodes], q=q, tree=tree)
 
@@ -401,7 +401,8 @@ def _outcome(state: DecodeState, active: Array, plan: RoundPlan, verified: Array
   """What the round that has just been logged brought, and the state whose log knows the plan."""
   log = state.log
   last = jnp.maximum(log.rounds - 1, 0)
-  width = _write(log.width, jnp.full_like(last, plan.width).astype(jnp.uint8)[:, None], last)
+  asked = jnp.where(plan.depth > 0, plan.width, 0)
+  width = _write(log.width, asked.astype(jnp.uint8)[:, None], last)
   state = state.replace(log=log.replace(width=jnp.where(active[:, None], width, log.width)))
   at_last = lambda column: jnp.take_along_axis(column, last[:, None], axis=1)[:, 0].astype(jnp.int32)
   return state, RoundOutcome(

@@ -36,7 +36,7 @@ class RoundLog:
   accepted: Array
   emitted: Array
   nodes: Array  # that the target ran over, the root included
-  width: Array  # which of the config's drafters was asked, from 1; 0 is none of them
+  width: Array  # which of the config's drafters the row asked, from 1; 0 is none of them
   overlap: Array  # float32 [B], sum of Σ min(p, q) over judged drafts
   judged: Array  # int32 [B]
 

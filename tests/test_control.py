@@ -1,5 +1,7 @@
 """Controllers on scripted costs and acceptances: no model, one compiled simulation for all of it."""
 
+import itertools
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -38,6 +40,7 @@ class World:
   verify: jax.Array
   draft: jax.Array
   rates: jax.Array  # [ROUNDS, W + 1, G]
+  ends: jax.Array  # [ROUNDS], deepest draft that the drafter has to offer
 
 
 @jax.jit
@@ -46,34 +49,39 @@ def simulate(beliefs, world, key):
 
   def step(carry, inputs):
     control, length = carry
-    rates, key = inputs
+    rates, ends, key = inputs
     rows = Rows(control, length, length + 1000, jnp.ones((1,), bool))
     plan, control = CONTROL.plan(beliefs, TREES, control, rows)
-    reach = jnp.arange(G) < plan.depth[:, None]
+    proposed = jnp.minimum(plan.depth, ends)
+    # A chain that ends early is verified at the narrowest width that holds it, nothing plainly.
+    chain = jnp.where(proposed[0] <= SHORT.max_depth, 1, 2)
+    verified = jnp.where(proposed[0] == 0, 0, jnp.where(plan.width == 3, 3, chain))
+    reach = jnp.arange(G) < proposed[:, None]
     accepted = jnp.cumprod((jax.random.uniform(key, (1, G)) < rates[plan.width]) & reach, axis=1).sum(axis=1)
-    outcome = RoundOutcome(plan.width, plan.depth, accepted, accepted + 1)
+    outcome = RoundOutcome(verified, proposed, accepted, accepted + 1)
     control = CONTROL.learn(beliefs, TREES, rows.replace(control=control), plan, outcome)
-    cost = world.verify[plan.width] + world.draft[plan.width]
+    cost = world.verify[verified] + world.draft[plan.width]
     return (control, length + accepted + 1), (plan.width, accepted[0] + 1, cost, control.account[0])
 
   start = (CONTROL.init(beliefs, TREES, 1), jnp.full((1,), 10))
-  return jax.lax.scan(step, start, (world.rates, jax.random.split(key, ROUNDS)))[1]
+  return jax.lax.scan(step, start, (world.rates, world.ends, jax.random.split(key, ROUNDS)))[1]
 
 
 many = jax.jit(jax.vmap(simulate))
 
 
-def worlds(rates, verify=VERIFY, draft=DRAFT):
+def worlds(rates, verify, draft, ends):
   rates = np.broadcast_to(np.asarray(rates, np.float32), (ROUNDS, 4, G))
-  return World(jnp.asarray(verify, jnp.float32), jnp.asarray(draft, jnp.float32), jnp.asarray(rates))
+  costs = (jnp.asarray(cost, jnp.float32) for cost in (verify, draft))
+  return World(*costs, jnp.asarray(rates), jnp.broadcast_to(jnp.asarray(ends), (ROUNDS,)))
 
 
-def play(rates, seeds=32, verify=VERIFY, draft=DRAFT, **beliefs):
+def play(rates, seeds=32, verify=VERIFY, draft=DRAFT, ends=G, **beliefs):
   """``(widths, tokens, costs, accounts)``, each ``[seeds, ROUNDS]``; costs are known, acceptance is not."""
   believed = Beliefs.create(TREES, verify=verify, draft=draft, **beliefs)
   stack = lambda tree: jax.tree.map(lambda leaf: jnp.repeat(leaf[None], seeds, axis=0), tree)
   keys = jax.random.split(jax.random.key(7), seeds)
-  return jax.tree.map(np.asarray, many(stack(believed), stack(worlds(rates, verify, draft)), keys))
+  return jax.tree.map(np.asarray, many(stack(believed), stack(worlds(rates, verify, draft, ends)), keys))
 
 
 def speed(tokens, costs):
@@ -89,13 +97,15 @@ def true_speed(width, rate):
 def test_the_account_bounds_what_is_lost(believed):
   """Costs up to any round are at most allowance + (1 + refill) · tokens plain rounds, whatever is accepted.
 
-  Random acceptances by round, costs among them that never pay, and beliefs as wrong as can be. Fails when a
-  round is not paid for, or a width runs that the account cannot pay.
+  Random acceptances by round, drafts that end early and are verified at a dearer width than planned, costs
+  that never pay, and beliefs as wrong as can be. Fails when a round is not paid for, or a width runs whose
+  dearest end the account cannot pay.
   """
   random = np.random.default_rng(3)
-  for top in (0.0, 0.3, 1.0):
+  ends = random.integers(0, G + 1, ROUNDS)
+  for top, verify in itertools.product((0.0, 0.3, 1.0), ((1.0, 1.5, 2.2, 1.9), (1.0, 2.9, 1.4, 0.5))):
     rates = random.uniform(0, top, (ROUNDS, 1, G)) * (random.uniform(size=(ROUNDS, 1, 1)) < 0.7)
-    _, tokens, costs, accounts = play(rates, verify=(1.0, 1.5, 2.2, 1.9), acceptance=believed)
+    _, tokens, costs, accounts = play(rates, verify=verify, ends=ends, acceptance=believed)
     bound = CONTROL.allowance + (1 + CONTROL.refill) * tokens.cumsum(axis=1)
     assert (costs.cumsum(axis=1) <= bound + 1e-3).all()
     assert (accounts > -1e-4).all() and (accounts <= CONTROL.ceiling + 1e-4).all()
@@ -202,6 +212,13 @@ def test_what_the_drafter_missed_is_paid_for():
   behind = fresh.replace(unseen=jnp.array([200]))
   assert planned(beliefs, rows_of(fresh, [300])).width > 0
   assert planned(beliefs, rows_of(behind, [300])).width == 0
+  # Of two rows one sits out: what it has not seen is not fed, and costs nothing.
+  two = CONTROL.init(beliefs, TREES, 2)
+  two = two.replace(
+    unseen=jnp.array([0, 200]), drafted=jnp.array([0, 300]), judged=two.judged.at[1, 0, 0].set(30.0)
+  )
+  beside = planned(beliefs, rows_of(two, [300, 300]))
+  assert beside.width > 0 and (np.asarray(beside.depth > 0) == [True, False]).all()
 
 
 def test_a_drafter_that_rarely_speaks_costs_little():

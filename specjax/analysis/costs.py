@@ -170,12 +170,6 @@ class CostTable:
     """A round of ``nodes`` nodes over a plain one, the draft free."""
     return self.round_ms_at(nodes, batch=batch, live=live) / self.round_ms_at(1, batch=batch, live=live)
 
-  def total_ms(self, drafter: str, *, batch: float = 1, live: float) -> float:
-    """Milliseconds of a whole round: the draft, and verifying its nodes."""
-    nodes = self._draft(drafter)["nodes"]
-    draft_ms = self.draft_ms_at(drafter, batch=batch, live=live)
-    return draft_ms + self.round_ms_at(nodes, batch=batch, live=live)
-
   def prefill_ms_of(self, widths: Sequence[int]) -> float:
     """Milliseconds of prefill chunks of these widths, linear between the measured ones."""
     measured = np.array(sorted(self.prefill_ms))
@@ -183,12 +177,6 @@ class CostTable:
     for width in widths:
       at_least("prefill width", width, 1)
     return math.fsum(max(float(_linear(measured, times, width)), 0.0) for width in widths)
-
-  def matches(self, key: Mapping[str, Any]) -> list[str]:
-    """Names of the fields in which ``key`` is not this table's: empty when it fits."""
-    names = dict.fromkeys([*self.key, *key])
-    absent = object()
-    return [name for name in names if self.key.get(name, absent) != key.get(name, absent)]
 
   def _draft(self, drafter: str) -> Mapping[str, Any]:
     if drafter not in self.drafts:

@@ -46,7 +46,7 @@ class TwoModelState:
 class _Level(NamedTuple):
   """One forward of the draft: nodes of one depth that have children, and those children.
 
-  Numpy constants; levels of one shape are stacked and scanned.
+  Numpy constants; levels of one shape are stacked and looped over.
   """
 
   depth: np.ndarray  # int32 [], of the children
@@ -113,7 +113,7 @@ def _plan(tree: TokenTree) -> _Plan:
 
 
 def _runs(levels: Sequence[_Level]) -> list[list[_Level]]:
-  """Neighbouring levels that grow in the same way, together: a chain is one run, and one scan."""
+  """Neighbouring levels that grow in the same way, together: a chain is one run, and one loop."""
   way = lambda level: (level.fed.tobytes(), level.parent.tobytes(), level.rank.tobytes(), level.nodes.shape)
   return [list(run) for _, run in itertools.groupby(levels, key=way)]
 
@@ -191,7 +191,7 @@ class TwoModel:
     first, *deeper = _plan(self.tree).levels
     logits, cache = self._feed_root(weights, state.cache, context)
     root = jnp.full((*context.root.shape, 1, self.tree.max_depth), -1, jnp.int32)
-    drafted = [self._children(logits, context, first, root)]
+    drafted = [self._children(logits, context, first, root, context.active[:, None])]
     for run in _runs(deeper):
       cache, grown = self._grow(weights, cache, context, drafted[-1], run)
       drafted.extend(grown)
@@ -245,10 +245,12 @@ class TwoModel:
 
   def _grow(self, weights, cache, context, parents: _Children, run: list[_Level]):
     """Grows the levels of a run behind ``parents``, the nodes of the level before."""
-    feed = lambda children: (children.tokens[:, run[0].fed], children.paths[:, run[0].fed])
+    feed = lambda children: tuple(
+      of[:, run[0].fed] for of in (children.tokens, children.paths, children.found)
+    )
 
     def step(carry, level):
-      cache, fed, paths = carry
+      cache, fed, paths, found = carry
       output = self._run(
         weights,
         fed,
@@ -259,7 +261,7 @@ class TwoModel:
       )
       # Of the fields, only these change along a run.
       level = run[0]._replace(depth=level.depth, nodes=level.nodes)
-      children = self._children(output.logits, context, level, paths)
+      children = self._children(output.logits, context, level, paths, found)
       # Of the last level of a run nothing is fed by this pattern, and what is made up here is not used.
       return (output.cache, *feed(children)), children
 
@@ -273,19 +275,25 @@ class TwoModel:
       start, grown, _, i = carry
       start, children = step(start, at(stacked, i))
       grown = jax.tree.map(lambda all, new: all.at[i].set(new), grown, children)
-      return start, grown, jnp.any(children.found & context.active[:, None]), i + 1
+      return start, grown, jnp.any(children.found), i + 1
 
-    # Ends where no row has a node left to draft behind.
+    # Ends where no row has a node to draft behind.
     more = lambda carry: carry[2] & (carry[3] < len(run))
-    going_on = jnp.any(parents.found & context.active[:, None])
-    (cache, *_), grown, _, _ = jax.lax.while_loop(more, grow, (start, grown, going_on, jnp.int32(0)))
+    begin = (start, grown, jnp.any(parents.found), jnp.int32(0))
+    (cache, *_), grown, _, _ = jax.lax.while_loop(more, grow, begin)
     return cache, [at(grown, i) for i in range(len(run))]
 
-  def _children(self, logits: Array, context: DraftContext, level: _Level, paths: Array) -> _Children:
-    """Chooses the children behind ``logits [B, F, V_draft]`` and ``paths [B, F, G]`` of the fed nodes."""
+  def _children(self, logits, context: DraftContext, level: _Level, paths: Array, found: Array) -> _Children:
+    """Chooses the children of the fed nodes.
+
+    Args:
+      logits: ``[B, F, V_draft]`` behind them.
+      paths: ``[B, F, G]`` to them.
+      found: bool ``[B, F]``, those that are proposed; others have no children.
+    """
     logits = self._over_target_vocabulary(logits)
     processed = processors.process(logits, context, paths)
-    usable = ~processed.unusable
+    usable = ~processed.unusable & found
     if self.confidence > 0:
       usable &= jnp.max(jax.nn.softmax(logits, axis=-1), axis=-1) >= self.confidence
     ranks = level.nodes.shape[1]

@@ -12,7 +12,7 @@ from specjax.checkpoints import Tokenizer, save_orbax
 from specjax.testing import tiny_model
 from tests.experiments.tiny import BOS, END, VOCAB, byte_tokenizer, run_script
 
-# Values by flag; what the line must hold besides is behind the bar (else the flag's name does).
+# Values by flag; what the line must hold besides is behind the last bar (else the flag's name does).
 BAD = {
   "model": ("nowhere|nowhere", "hf:|hf:", "no/such/model.gguf|no/such/model.gguf"),
   "draft_model": ("nowhere|--draft_model",),
@@ -26,7 +26,7 @@ BAD = {
     "two_model[layers=few]|layers = 'few'",
     "none",
   ),
-  "window": ("-1", "128", "0|--window=0", "two"),
+  "window": ("-1", "128", "0|--window = 0", "two"),
   "rule": (
     "greedly",
     "",
@@ -64,7 +64,11 @@ BAD = {
   "calibration": ("/|is a folder",),
   "compilation_cache": ("/dev/null/compiled|/dev/null/compiled",),
 }
-CASES = [(flag, *value.partition("|")[::2]) for flag, values in BAD.items() for value in values]
+CASES = [
+  (flag, *(value.rpartition("|")[::2] if "|" in value else (value, "")))
+  for flag, values in BAD.items()
+  for value in values
+]
 # Whether they name something is known only when it is opened.
 OPENED = ("model",)
 
@@ -95,6 +99,8 @@ def test_every_shared_flag_is_here():
   ("bad", "words"),
   [
     (["--draft_model=x", "--drafter=prompt_lookup"], "--draft_model is not used by prompt_lookup"),
+    (["--window=2"], "--window = 2 is not used by adaptive[of=prompt_lookup], whose widths are "),
+    (["--window=2", "--drafter=adaptive[of=prompt_lookup]"], "--window=2 is not used: --drafter=adaptive"),
     (["--rule=greedy", "--temperature=0.5"], "--rule=greedy needs --temperature=0"),
     (["--drafter=two_model"], "--drafter=two_model needs --draft_model"),
     (["--prompt=a", "--prompt_file=b"], "--prompt and --prompt_file"),

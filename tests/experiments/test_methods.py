@@ -42,10 +42,13 @@ def test_methods_are_taken_apart(text, control, options, widths):
 
 
 def table(**changes):
-  """Rounds of 1, 4 and 8 nodes take 10, 12 and 20 ms, twice that in batches of 4; a draft takes 3."""
+  """Rounds of 1, 4 and 8 nodes take 10, 12 and 20 ms, twice that in batches of 4; drafts take 3, 4 and 5."""
   rounds = np.array([[[10.0, 12.0, 20.0]] * 2, [[20.0, 24.0, 40.0]] * 2])
   rounds[:, 1] *= 1.5  # at 1000 live tokens
-  draft = {"nodes": 4, "depth": 3, "draft_ms": [[3.0, 3.0]] * 2, "catch_up_ms": 0.5}
+  drafts = {
+    name: {"nodes": nodes, "depth": 3, "draft_ms": [[ms, ms], [2 * ms, 2 * ms]], "catch_up_ms": catch_up}
+    for name, nodes, ms, catch_up in zip(LOOKUP, (4, 8, 8), (3.0, 4.0, 5.0), (0.1, 0.5, 0.2), strict=True)
+  }
   fields = dict(
     made="today",
     key=KEY,
@@ -56,13 +59,13 @@ def table(**changes):
     accept_ms=[0.1] * 3,
     prefill_ms={16: 30.0},
     call_ms=0.0,
-    drafts={name: draft for name in LOOKUP},
+    drafts=drafts,
     acceptance={LOOKUP[0]: {"temperature": 0.0, "proposing": 0.5, "rates": [0.8, 0.4], "rounds": 50}},
   )
   return CostTable(**{**fields, **changes})
 
 
-TREES = (TokenTree.chain(2), TokenTree.chain(5))
+TREES = (TokenTree.chain(3), TokenTree.chain(7))
 
 
 def test_beliefs_are_the_tables():
@@ -70,17 +73,33 @@ def test_beliefs_are_the_tables():
 
   Fails when widths, batches or lengths are mixed up, or a guess counts as a measurement.
   """
-  found = calibration.beliefs(table(), LOOKUP[:2], TREES, batch=4, temperature=0.0)
-  np.testing.assert_allclose(found.live, [10, 1000])
-  np.testing.assert_allclose(found.verify, [[20, 30], [20 + 4 * 2 / 3, 30 + 6 * 2 / 3], [32, 48]], rtol=1e-6)
-  np.testing.assert_allclose(found.draft, [[0, 0], [3, 3], [3, 3]])
+  asked = dict(temperature=0.0, length_limit=1990)
+  found = calibration.beliefs(table(), LOOKUP[:2], TREES, batch=4, **asked)
+  np.testing.assert_allclose(found.live, [10, 1000, 1990])  # and what the costs grow to at the longest
+  np.testing.assert_allclose(found.verify, [[20, 30, 40], [24, 36, 48], [40, 60, 80]], rtol=1e-6)
+  np.testing.assert_allclose(found.draft, [[0] * 3, [6] * 3, [8] * 3])
   np.testing.assert_allclose(found.proposing, [1, 0.5, 1])
-  np.testing.assert_allclose(found.acceptance[1], [0.8, 0.4, 0.4, 0.4, 0.4], rtol=1e-6)
-  np.testing.assert_allclose(found.acceptance[2], [0.5] * 5)
-  assert found.catch_up == 0.5
-  measured = calibration.beliefs(table(), LOOKUP[:1], TREES[:1], batch=1, temperature=0.0)
-  other = calibration.beliefs(table(), LOOKUP[:1], TREES[:1], batch=1, temperature=1.0)
+  np.testing.assert_allclose(found.acceptance[1], [0.8, *[0.4] * 6], rtol=1e-6)
+  np.testing.assert_allclose(found.acceptance[2], [0.5] * 7)
+  np.testing.assert_allclose(found.catch_up, 1.0)  # the dearest, twice as dear as at the first batch
+  measured = calibration.beliefs(table(), LOOKUP[:1], TREES[:1], batch=1, **asked)
+  other = calibration.beliefs(table(), LOOKUP[:1], TREES[:1], batch=1, **{**asked, "temperature": 1.0})
   assert measured.strength > other.strength == found.strength
+
+
+@pytest.mark.parametrize(
+  ("widths", "trees", "batch", "words"),
+  [
+    (LOOKUP[:2], TREES, 4, None),
+    (("prompt_lookup",), TREES[:1], 1, "lacks prompt_lookup"),
+    (LOOKUP[:1], TREES[1:], 1, "with 4 nodes, here it has 8"),
+    (LOOKUP[:2], TREES, 5, "ends at batch 4, here it is 5"),
+  ],
+)
+def test_what_a_calibration_does_not_say_is_not_made_up(widths, trees, batch, words):
+  """Fails when costs of another width, or of a smaller batch, are believed."""
+  why = calibration.lacking(table(), widths, trees, batch)
+  assert why is None if words is None else words in why
 
 
 def row(drafter, tokens, nodes, widths, *, category="qa", question=1, seconds=1.0):
@@ -105,7 +124,7 @@ def row(drafter, tokens, nodes, widths, *, category="qa", question=1, seconds=1.
     category=category,
     drafter=drafter,
     rule="greedy",
-    settings={"batch_size": 1},
+    settings={"batch_size": 1, "widths": list(parse_method(drafter).widths), "nodes": 8},
     prefill_s=0.0,
     decode_s=seconds,
     text="",
@@ -129,9 +148,9 @@ def test_predictions_by_hand():
   plain = [row("none", [1] * 6, [1] * 6, [1] * 6, seconds=0.06)]
   mine = [row("adaptive[of=prompt_lookup]", [3, 1, 1, 1], [4, 1, 1, 4], [1, 0, 1, 2], seconds=0.05)]
   (line, overall) = predictions.lines(flat, plain + mine)
-  ms = 2 * 12 + 2 * 10 + 3 * 3 + 1 * 0.5
+  ms = 2 * 12 + 2 * 10 + 2 * 3 + 4 + 1 * 0.5
   assert line.predicted == pytest.approx(60 / ms) and line.measured == pytest.approx(0.06 / 0.05)
-  assert line.draft == pytest.approx(9.5 / 4 / 10) and line.verify == pytest.approx(44 / 4 / 10)
+  assert line.draft == pytest.approx(10.5 / 4 / 10) and line.verify == pytest.approx(44 / 4 / 10)
   assert line.tau == 1.5 and (line.predicted > 1) == (line.tau > line.draft + line.verify)
   assert overall.category == "overall" and predictions.mean_error([line, overall]) == abs(line.error)
 
@@ -153,6 +172,7 @@ def test_p8_a_loss_is_called_slower_with_its_split():
   tokens = [3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3]  # 2.53 a round
   plain = [row("none", [1] * 38, [1] * 38, [1] * 38, seconds=0.38)]
   mine = [row("two_model[window=4]", tokens, [5] * 15, [1] * 15, seconds=0.45)]
+  mine[0]["settings"]["nodes"] = 5
   cells = predictions.cells(predictions.lines(costs, plain + mine))[0]
   assert dict(zip(predictions.HEADER, cells, strict=True)) == {
     "method": "two_model[window=4]",
@@ -167,6 +187,12 @@ def test_p8_a_loss_is_called_slower_with_its_split():
   }
 
 
-def test_a_method_that_was_not_calibrated_is_left_out():
-  plain = [row("none", [1], [1], [1])]
-  assert predictions.lines(table(), [*plain, row("two_model[window=9]", [1], [4], [1])]) == []
+def test_a_method_that_was_not_calibrated_is_named():
+  """Fails when costs of a draft with other nodes are taken, or a method is left out in silence."""
+  rows = [
+    row("none", [1], [1], [1]),
+    row("two_model[window=9]", [1], [4], [1]),
+    row(LOOKUP[0], [1], [4], [1]),
+  ]
+  assert predictions.unknown(table(), rows) == ["two_model[window=9]", LOOKUP[0]]
+  assert predictions.lines(table(), rows) == []

@@ -225,7 +225,7 @@ def test_generate_marks_what_is_not_the_targets_output(models, capsys):
   [
     (["--temperature=-1"], "temperature"),
     (["--top_p=nan"], "top_p"),
-    (["--window=0"], "--window=0 does not fit --drafter=prompt_lookup"),
+    (["--window=0", "--drafter=prompt_lookup"], "--window=0 does not fit --drafter=prompt_lookup"),
     (["--window=128"], "window"),
     (["--drafter=magic"], "drafter"),
     (["--drafter=two_model"], "--drafter=two_model needs --draft_model"),
