@@ -26,7 +26,7 @@ BAD = {
     "two_model[layers=few]|layers = 'few'",
     "none",
   ),
-  "window": ("-1", "128", "0|--window = 0", "two"),
+  "window": ("-1", "128", "0|--window=0", "two"),
   "rule": (
     "greedly",
     "",
