@@ -84,24 +84,28 @@ def beliefs(
 
   Costs are the table's at this batch, up to the longest row; what catching up costs a token was measured at
   the first batch and grows as the draft does. Acceptance is what was measured of each width, worth less if at
-  another temperature, else one half.
+  another temperature; of a width without a measurement the mean of the others', and without any one half.
   """
   lives = np.unique([*table.lives, max(length_limit, table.lives[-1])])
   draft_ms = lambda name, batch: table.draft_ms_at(name, batch=batch, live=lives)
   at = lambda nodes: table.round_ms_at(nodes, batch=batch, live=lives)
   depth = max(tree.max_depth for tree in trees)
   proposing, acceptance = np.ones(len(trees) + 1), np.full((len(trees) + 1, depth), 0.5)
-  strength = _MEASURED
-  for width, name in enumerate(widths, start=1):
-    found = table.acceptance.get(name)
-    if found is None or not len(found["rates"]):
-      strength = _GUESSED
-      continue
+  measured = {
+    width: found
+    for width, name in enumerate(widths, start=1)
+    if (found := table.acceptance.get(name)) is not None and len(found["rates"])
+  }
+  for width, found in measured.items():
     proposing[width] = found["proposing"]
     # Deeper than anything was accepted: as at the deepest.
     acceptance[width] = np.pad(found["rates"], (0, depth), mode="edge")[:depth]
-    if found["temperature"] != temperature:
-      strength = _GUESSED
+  if measured:
+    others = [width for width in range(1, len(trees) + 1) if width not in measured]
+    proposing[others] = proposing[list(measured)].mean()
+    acceptance[others] = acceptance[list(measured)].mean(axis=0)
+  same = measured and all(found["temperature"] == temperature for found in measured.values())
+  strength = _MEASURED if same else _GUESSED
   return Beliefs.create(
     trees,
     live=lives,

@@ -69,7 +69,7 @@ TREES = (TokenTree.chain(3), TokenTree.chain(7))
 
 
 def test_beliefs_are_the_tables():
-  """Costs of the batch at every live length, acceptance of the width that was measured, deeper as at its end.
+  """Costs of the batch at every live length, acceptance that was measured, deeper as at its end.
 
   Fails when widths, batches or lengths are mixed up, or a guess counts as a measurement.
   """
@@ -78,13 +78,15 @@ def test_beliefs_are_the_tables():
   np.testing.assert_allclose(found.live, [10, 1000, 1990])  # and what the costs grow to at the longest
   np.testing.assert_allclose(found.verify, [[20, 30, 40], [24, 36, 48], [40, 60, 80]], rtol=1e-6)
   np.testing.assert_allclose(found.draft, [[0] * 3, [6] * 3, [8] * 3])
-  np.testing.assert_allclose(found.proposing, [1, 0.5, 1])
+  np.testing.assert_allclose(found.proposing, [1, 0.5, 0.5])
   np.testing.assert_allclose(found.acceptance[1], [0.8, *[0.4] * 6], rtol=1e-6)
-  np.testing.assert_allclose(found.acceptance[2], [0.5] * 7)
+  np.testing.assert_allclose(found.acceptance[2], found.acceptance[1])  # not measured: as the others
   np.testing.assert_allclose(found.catch_up, 1.0)  # the dearest, twice as dear as at the first batch
   measured = calibration.beliefs(table(), LOOKUP[:1], TREES[:1], batch=1, **asked)
   other = calibration.beliefs(table(), LOOKUP[:1], TREES[:1], batch=1, **{**asked, "temperature": 1.0})
-  assert measured.strength > other.strength == found.strength
+  guess = calibration.beliefs(table(acceptance={}), LOOKUP[:1], TREES[:1], batch=1, **asked)
+  assert found.strength == measured.strength > other.strength == guess.strength
+  np.testing.assert_allclose(guess.acceptance, 0.5)
 
 
 @pytest.mark.parametrize(
