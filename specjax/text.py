@@ -283,6 +283,8 @@ def text_result(row: TextRow, result: RowResult) -> TextResult:
       reached=result.reached[:rounds],
       accepted=result.accepted[:rounds],
       emitted=emitted,
+      nodes=result.nodes[:rounds],
+      width=result.width[:rounds],
       overlap=result.overlap if rounds == result.rounds else None,
       logprobs=None if result.logprobs is None else result.logprobs[: row.seen],
     )

@@ -137,7 +137,18 @@ def test_rounds_are_cut_with_the_text():
   """Σ emitted stays the number of tokens (case P1); accepted counts stay what the target accepted."""
   tokens = list(b"abcdefgh")
   result = RowResult(
-    tokens, 3, "length", [5, 5, 5], [5, 5, 5], [3, 3, 2], [2, 2, 1], [3, 3, 2], 0.5, [0.0] * 8
+    tokens,
+    3,
+    "length",
+    proposed=[5, 5, 5],
+    depth=[5, 5, 5],
+    reached=[3, 3, 2],
+    accepted=[2, 2, 1],
+    emitted=[3, 3, 2],
+    nodes=[6, 6, 3],
+    width=[2, 2, 1],
+    overlap=0.5,
+    logprobs=[0.0] * 8,
   )
   row = TextRow(TOKENIZER, ["e"])
   row.push(tokens)
@@ -145,6 +156,7 @@ def test_rounds_are_cut_with_the_text():
   found = text_result(row, result)
   assert (found.text, found.finish, found.tokens) == ("abcd", "stop", list(b"abcde"))
   assert (found.emitted, found.accepted, found.overlap) == ([3, 2], [2, 2], None)
+  assert (found.nodes, found.width) == ([6, 6], [2, 2])
   assert len(found.logprobs) == 5
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from specjax import decode
+from specjax.sampling import Settings
 from specjax.testing import TruthDrafter, tiny_model
 from specjax.tree import TokenTree
 from specjax.verify import make_rule
@@ -23,7 +24,7 @@ def run(implementation, weights=None, rounds=decode.ALL_ROUNDS):
     implementation=implementation,
   )
   weights = decode.Weights(MODEL, TruthDrafter.plan([[0] * 20] * 2, (0,)) if weights is None else weights)
-  settings = decode.Settings.create(2, seed=[0, 1])
+  settings = Settings.create(2, seed=[0, 1])
   state = decode.prefill(weights, config, PROMPTS, settings=settings, max_new_tokens=8)
   return decode.results(decode.generate(weights, state, config, rounds))
 

@@ -112,7 +112,7 @@ def test_k7_bad_input_raises_before_anything_compiles(kwargs, match):
 
 
 def test_k7_statistics_without_tokens_hold_no_nan():
-  row = decode.RowResult([], 3, None, [], [], [], [], [], None, None)
+  row = decode.RowResult([], 3, None, *([] for _ in range(7)), None, None)
   assert (row.tau, row.acceptance_rate, row.accept_counts) == (0.0, 0.0, [0])
 
 

@@ -98,7 +98,7 @@ def test_c4_empty_rows_stay_empty(name):
   rows = contract.comparable(decode.results(state))
   assert rows[2] == rows_of(name, rule)[3]
   for row in (0, 1, 3):
-    assert rows[row] == decode.RowResult([], 0, None, [], [], [], [], [], None, None)
+    assert rows[row] == decode.RowResult([], 0, None, *([] for _ in range(7)), None, None)
     assert rows[row].tau == rows[row].acceptance_rate == 0.0
   np.testing.assert_array_equal(state.cache.length, np.maximum(np.asarray(state.length) - 1, 0))
 
