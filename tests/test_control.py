@@ -195,6 +195,19 @@ def test_rows_that_do_not_gain_propose_nothing():
   np.testing.assert_array_equal(plan.depth > 0, [True, False, False, False, True, True])
 
 
+def test_what_was_just_seen_to_be_bad_is_tried_again_after_a_rest():
+  """20 rounds without an accepted draft, an account that could pay for more: plain; 150 rounds later: a try.
+
+  Fails when hope ignores the evidence, or the evidence never ages.
+  """
+  control = CONTROL.init(believed(), TREES, 1)
+  judged = control.judged.at[:, :, 0].set(20.0)
+  control = control.replace(judged=judged, drafted=jnp.array([64]), account=jnp.array([CONTROL.ceiling]))
+  assert planned(believed(), rows_of(control, [20])).width == 0
+  rested = control.replace(rested=jnp.array([150]))
+  assert planned(believed(), rows_of(rested, [20])).width > 0
+
+
 def test_costs_at_the_live_length_decide():
   """Verifying gets dearer with the text: short texts draft, long ones do not. Fails when costs are read at
   another length than the longest live one."""

@@ -9,6 +9,7 @@ IN_LOOP = "tests/decode/test_control.py"
 EVIDENCE = f"{IN_LOOP}::test_evidence_is_what_the_log_says"
 NARROWEST = f"{IN_LOOP}::test_a_chain_is_verified_at_the_narrowest_width_that_holds_it"
 WIDTHS = "tests/decode/test_contract.py::test_pair[two_model_widths-greedy]"
+AFTER_A_REST = f"{SCRIPTED}::test_what_was_just_seen_to_be_bad_is_tried_again_after_a_rest"
 BOUND = f"{SCRIPTED}::test_the_account_bounds_what_is_lost"
 SITS_OUT = f"{SCRIPTED}::test_rows_that_do_not_gain_propose_nothing"
 
@@ -59,7 +60,7 @@ MUTANTS = (
     CONTROL,
     "weigh(mean + self.curiosity * error, 0.0)",
     "weigh(mean + 1, 0.0)",
-    (f"{SCRIPTED}::test_near_the_best_fixed_width", f"{SCRIPTED}::test_useless_drafts_are_given_up"),
+    (AFTER_A_REST,),
   ),
   Mutant(
     "evidence never ages at rest",
@@ -67,7 +68,7 @@ MUTANTS = (
     CONTROL,
     "(memory ** seen.rested.astype(jnp.float32))[:, None, None]",
     "1.0",
-    (f"{SCRIPTED}::test_recovers_when_acceptance_changes_midway",),
+    (AFTER_A_REST,),
   ),
   Mutant(
     "never looks around",
