@@ -131,9 +131,7 @@ class Plan:
 
 def plan_from_flags() -> Plan:
   """Raises ValueError for what can be known to be wrong before a model is there."""
-  for name in NOT_USED:
-    if flags.FLAGS[name].value != flags.FLAGS[name].default:
-      raise ValueError(f"--{name} is not used by calibrate: see --drafters, --batches, --lives and --nodes")
+  shared.refuse(NOT_USED, "calibrate", "--drafters, --batches, --lives and --nodes")
   methods = options.split(DRAFTERS.value or DEFAULT_DRAFTERS)
   drafters = tuple(dict.fromkeys(width for method in methods for width in parse_method(method).widths))
   for drafter in drafters:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments import results
-from specjax.analysis import CostTable
+from specjax.analysis import CostTable, chain_tokens
 from specjax.decode import RowResult
 
 Row = Mapping[str, Any]
@@ -78,11 +78,7 @@ def table_of(rows: Sequence[Row], key: Mapping[str, Any], made: str) -> CostTabl
 
 def expected_tokens(acceptance: Row) -> float:
   """τ that measured acceptance by position gives, rounds that propose nothing included."""
-  total, reach = 0.0, 1.0
-  for rate in acceptance["rates"]:
-    reach *= float(rate)
-    total += reach
-  return 1 + acceptance["proposing"] * total
+  return 1 + acceptance["proposing"] * (chain_tokens(acceptance["rates"]) - 1)
 
 
 def mean_acceptance(acceptance: Row) -> float:

@@ -117,6 +117,17 @@ COMPILATION_CACHE = flags.DEFINE_string(
 )
 
 
+def refuse(names: Sequence[str], script: str, instead: str) -> None:
+  """Raises ValueError for flags that a script does not use and that are not at their defaults.
+
+  Args:
+    instead: which flags say it there.
+  """
+  for name in names:
+    if FLAGS[name].value != FLAGS[name].default:
+      raise ValueError(f"--{name} is not used by {script}: see {instead}")
+
+
 def ascending(flag: flags.FlagHolder, default: Sequence[int]) -> tuple[int, ...]:
   """Whole numbers of a list flag, None the default.
 

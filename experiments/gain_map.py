@@ -119,9 +119,7 @@ class Plan:
 
 def plan_from_flags() -> Plan:
   """Raises ValueError for what can be known to be wrong before a model is there."""
-  for name in NOT_USED:
-    if flags.FLAGS[name].value != flags.FLAGS[name].default:
-      raise ValueError(f"--{name} is not used by gain_map: see --acceptances, --layers and --responses")
+  shared.refuse(NOT_USED, "gain_map", "--acceptances, --layers and --responses")
   quick, window = QUICK.value, shared.WINDOW.value
   if window == 0:
     raise ValueError("--window = 0; a round needs at least 1 draft")

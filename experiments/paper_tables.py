@@ -128,6 +128,12 @@ def _published_leviathan(row: published.LeviathanRow) -> list[str | None]:
   ]
 
 
+def _whose(found: ChainFigures) -> list[str]:
+  """First cells of a line of ours: source, device, task, draft, T, γ."""
+  where = [found.run.name, found.device, found.category, found.drafter]
+  return [*where, f"{found.temperature:g}", str(found.window)]
+
+
 def _our_leviathan(found: ChainFigures, inputs: Inputs) -> list[str | None]:
   alpha, c = found.alpha, inputs.draft_cost(found)
   predicted = own = None
@@ -137,12 +143,7 @@ def _our_leviathan(found: ChainFigures, inputs: Inputs) -> list[str | None]:
     tokens = analysis.iid_tokens(alpha, found.window)
     own = analysis.speedup(tokens, verify=verify, draft=found.window * c)
   return [
-    found.run.name,
-    found.device,
-    found.category,
-    found.drafter,
-    f"{found.temperature:g}",
-    str(found.window),
+    *_whose(found),
     number(alpha),
     number(c),
     None,
@@ -333,12 +334,7 @@ def _our_chen(found: ChainFigures, inputs: Inputs) -> list[str | None]:
   c = inputs.draft_cost(found)
   alpha = analysis.alpha_from_tokens(found.tau, found.window) if found.tau >= 1 else None
   return [
-    found.run.name,
-    found.device,
-    found.category,
-    found.drafter,
-    f"{found.temperature:g}",
-    str(found.window),
+    *_whose(found),
     number(1e3 / found.plain_rate),
     number(1e3 / found.rate),
     None,

@@ -109,9 +109,7 @@ class Plan:
 
 def plan_from_flags() -> Plan:
   """Raises ValueError for what can be known to be wrong before a model is there."""
-  for name in NOT_USED:
-    if flags.FLAGS[name].value != flags.FLAGS[name].default:
-      raise ValueError(f"--{name} is not used by rule_bench: see --temperatures and --proposals")
+  shared.refuse(NOT_USED, "rule_bench", "--temperatures and --proposals")
   if shared.DRAFT_MODEL.value and DRAFT_LAYERS.value:
     raise ValueError("--draft_layers and --draft_model exclude each other")
   plots.check()

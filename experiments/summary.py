@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import collections
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from experiments.results import ratio
+from specjax.analysis import rates_from_counts
 
 Row = dict[str, Any]
 OVERALL = "overall"
@@ -55,12 +56,8 @@ def acceptance(rows: Sequence[Row]) -> float | None:
 
 def acceptance_by_position(rows: Sequence[Row]) -> list[float]:
   """Of the rounds that reached depth d, the share that accepted there; d = 1 first."""
-  reached, accepted = collections.Counter(), collections.Counter()
-  for row in rows:
-    for d, count in enumerate(row["reach_counts"], start=1):
-      reached[d] += count
-      accepted[d] += sum(row["accept_counts"][d:])
-  return [ratio(accepted[d], reached[d]) for d in sorted(reached)]
+  sums = lambda name: list(map(sum, itertools.zip_longest(*(row[name] for row in rows), fillvalue=0)))
+  return rates_from_counts(sums("accept_counts"), sums("reach_counts")).tolist()
 
 
 def position_table(rows: Sequence[Row]) -> list[list[str | None]]:

@@ -431,9 +431,9 @@ CONTROLS: dict[str, type[Controller]] = {
 def assumed(trees: Trees, *, draft_step: float, batch: int = 1, proposing: float = 1.0) -> Beliefs:
   """Beliefs where nothing was measured: careful ones, so that drafting must show that it pays.
 
-  A round of N nodes is taken to cost 1 + (N - 1) · min(1, B / 4) plain rounds: for one row more than on any
-  device measured yet (a CPU: 1.4 at 4 nodes, 2.4 at 16), for four rows or more what it costs where nothing
-  is shared. Half of the drafts are taken to be accepted.
+  A round of N > 1 nodes is taken to cost 1.2 + (N - 1) · min(1, B / 5) plain rounds: for one row more than on
+  the one device measured yet (a CPU: up to 1.4 at 2 nodes, 1.6 at 4, 2.4 at 16), for five rows or more what
+  it costs where nothing is shared. Half of the drafts are taken to be accepted.
 
   Args:
     trees: topologies of widths 1 … W.
@@ -441,8 +441,8 @@ def assumed(trees: Trees, *, draft_step: float, batch: int = 1, proposing: float
     batch: B, rows decoded together.
     proposing: share of rounds in which there is something to propose.
   """
-  a_node = min(1.0, batch / 4)
-  verify = [1.0, *(1 + (tree.num_nodes - 1) * a_node for tree in trees)]
+  a_node = min(1.0, batch / 5)
+  verify = [1.0, *(1.2 + (tree.num_nodes - 1) * a_node for tree in trees)]
   draft = [0.0, *(draft_step * tree.max_depth for tree in trees)]
   return Beliefs.create(
     trees, verify=verify, draft=draft, catch_up=draft_step * a_node, proposing=proposing, acceptance=0.5

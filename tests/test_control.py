@@ -287,10 +287,15 @@ def test_fixed():
 
 
 def test_assumed_costs_are_careful():
-  """Dearer than the recorded CPU figures (lab book: 1.62 plain rounds at 4 nodes, 1.73 at 8, 2.32 at 16)."""
-  beliefs = assumed((TokenTree.chain(3), TokenTree.chain(7), TokenTree.chain(15)), draft_step=0.1)
-  assert (np.asarray(beliefs.verify[1:, 0]) >= (1.62, 1.73, 2.32)).all()
-  np.testing.assert_allclose(beliefs.draft[:, 0], [0, 0.3, 0.7, 1.5], rtol=1e-6)
+  """Not below the dearest that the lab book has of one row on a CPU, in two calibrations and `decode_bench`;
+  of many rows not below a node's own share. Fails when a width is assumed cheaper than it was measured."""
+  measured = {2: 1.39, 3: 1.51, 4: 1.62, 6: 2.00, 8: 1.87, 12: 2.81, 16: 2.36, 32: 5.11, 64: 8.29}
+  trees = tuple(TokenTree.chain(nodes - 1) for nodes in measured)
+  beliefs = assumed(trees, draft_step=0.1)
+  assert (np.asarray(beliefs.verify[1:, 0]) >= list(measured.values())).all()
+  np.testing.assert_allclose(beliefs.draft[1:, 0], [0.1 * tree.max_depth for tree in trees], rtol=1e-6)
+  many = assumed(trees, draft_step=0.1, batch=16)
+  assert (np.asarray(many.verify[1:, 0]) >= list(measured)).all()
 
 
 @pytest.mark.parametrize(
