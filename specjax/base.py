@@ -297,8 +297,8 @@ class Controller(Protocol):
       ValueError: beliefs that do not fit the widths, or topologies it cannot choose between.
     """
 
-  def plan(self, beliefs: Any, trees: Trees, control: State, rows: Any) -> tuple[RoundPlan, State]:
-    """The next round, from ``rows`` (a `DecodeState`) before it."""
+  def plan(self, beliefs: Any, trees: Trees, rows: Any) -> RoundPlan:
+    """The next round, from ``rows`` (a `DecodeState`) before it; ``rows.control`` is its own state."""
 
   def learn(self, beliefs: Any, trees: Trees, rows: Any, plan: RoundPlan, outcome: RoundOutcome) -> State:
-    """What the round taught; ``rows`` is the state before the round, its ``control`` what `plan` made."""
+    """Its state behind the round; ``rows`` are those before it, as `plan` saw them."""

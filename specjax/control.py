@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.base import Controller, RoundOutcome, RoundPlan, Trees
+from specjax.tree import alike
 
 Array = jax.Array
 
@@ -223,8 +224,8 @@ class Adaptive:
       account=jnp.full((batch,), self.allowance, jnp.float32),
     )
 
-  def plan(self, beliefs: Beliefs, trees: Trees, control: Evidence, rows: Any) -> tuple[RoundPlan, Evidence]:
-    active, depths = rows.active, _depths(trees)
+  def plan(self, beliefs: Beliefs, trees: Trees, rows: Any) -> RoundPlan:
+    control, active, depths = rows.control, rows.active, _depths(trees)
     verify, draft = _costs(beliefs, rows)
     mean, error = estimate(beliefs, trees, control, self.memory)
     proposing = _proposing(beliefs, trees, control)
@@ -253,7 +254,7 @@ class Adaptive:
     explore = (hoped > value) & ((best == 0) | turn)
     width = jnp.where(explore, bold, best).astype(jnp.int32)
     joins = jnp.where(explore, joins_bold, joins_best)
-    return RoundPlan(width, jnp.where(joins, jnp.asarray(depths)[width], 0).astype(jnp.int32)), control
+    return RoundPlan(width, jnp.where(joins, jnp.asarray(depths)[width], 0).astype(jnp.int32))
 
   def learn(
     self, beliefs: Beliefs, trees: Trees, rows: Any, plan: RoundPlan, outcome: RoundOutcome
@@ -298,13 +299,11 @@ def _depths(trees: Trees) -> np.ndarray:
 
 
 def _groups(trees: Trees) -> np.ndarray:
-  """int32 ``[W + 1]``: chains share evidence, every tree has its own; plain decoding belongs to none."""
-  numbers, trees_seen = [0], 0
-  has_chain = any(tree.is_chain for tree in trees)
-  for tree in trees:
-    numbers.append(0 if tree.is_chain else trees_seen + has_chain)
-    trees_seen += not tree.is_chain
-  return np.array(numbers, np.int32)
+  """int32 ``[W + 1]``: the group of each width, see `tree.alike`; plain decoding's is not used."""
+  numbers = np.zeros(len(trees) + 1, np.int32)
+  for number, group in enumerate(alike(trees)):
+    numbers[1 + np.array(group)] = number
+  return numbers
 
 
 def _may_run(trees: Trees) -> np.ndarray:
@@ -312,10 +311,12 @@ def _may_run(trees: Trees) -> np.ndarray:
 
   At its own, plainly, and a chain that ends early at any narrower one.
   """
-  depths, groups = _depths(trees), _groups(trees)
-  chain = np.array([False, *(tree.is_chain for tree in trees)])
-  narrower = (groups[:, None] == groups) & chain[:, None] & chain & (depths <= depths[:, None])
-  return narrower | np.eye(len(depths), dtype=bool) | (np.arange(len(depths)) == 0)
+  may = np.eye(len(trees) + 1, dtype=bool)
+  may[:, 0] = True
+  for group in alike(trees):
+    for place, index in enumerate(group):
+      may[index + 1, [1 + narrower for narrower in group[:place]]] = True
+  return may
 
 
 def _costs(beliefs: Beliefs, rows: Any) -> tuple[Array, Array]:
@@ -375,10 +376,10 @@ class Fixed:
       raise ValueError(f"fixed: width = {self.width}; there are widths 0 to {len(trees)}")
     return ()
 
-  def plan(self, beliefs, trees: Trees, control, rows: Any):
+  def plan(self, beliefs, trees: Trees, rows: Any) -> RoundPlan:
     width = len(trees) if self.width is None else self.width
     depth = jnp.where(rows.active, _depths(trees)[width], 0).astype(jnp.int32)
-    return RoundPlan(jnp.int32(width), depth), control
+    return RoundPlan(jnp.int32(width), depth)
 
   def learn(self, beliefs, trees: Trees, rows: Any, plan: RoundPlan, outcome: RoundOutcome):
     return rows.control
@@ -408,13 +409,13 @@ class PlusTwoMinusOne:
       raise ValueError("plus2_minus1 takes chains; a drafter proposes a tree")
     return jnp.full((batch,), min(self.start, int(_depths(trees).max())), jnp.int32)
 
-  def plan(self, beliefs, trees: Trees, control: Array, rows: Any):
-    window = jnp.where(rows.active, control, 0)
+  def plan(self, beliefs, trees: Trees, rows: Any) -> RoundPlan:
+    window = jnp.where(rows.active, rows.control, 0)
     depths = _depths(trees)[1:]
     order = np.argsort(depths, kind="stable")
     at = jnp.searchsorted(jnp.asarray(depths[order]), jnp.max(window))
     width = jnp.where(jnp.any(rows.active), jnp.asarray(order)[at] + 1, 0)
-    return RoundPlan(width.astype(jnp.int32), window), control
+    return RoundPlan(width.astype(jnp.int32), window)
 
   def learn(self, beliefs, trees: Trees, rows: Any, plan: RoundPlan, outcome: RoundOutcome) -> Array:
     window = rows.control

@@ -325,15 +325,13 @@ def decode_round(weights: Weights, state: DecodeState, config: DecodeConfig) -> 
   if config.control is None:
     proposal, state = draft_step(weights, state, config)
     return _judge(weights, state, proposal, config)
-  plan, control = config.control.plan(weights.beliefs, config.trees, state.control, state)
-  before, state = state, state.replace(control=control)
+  plan, before = config.control.plan(weights.beliefs, config.trees, state), state
   verified = jnp.int32(0)
   for group in config.groups:
     state, verified = _round_of_group(weights, state, config, group, plan, verified)
   plain = lambda state: _judge(weights, state, _root_only(state), config)
   state = _run_if(verified == 0, plain, state)
   state, outcome = _outcome(state, before.active, plan, verified)
-  before = before.replace(control=state.control)
   return state.replace(control=config.control.learn(weights.beliefs, config.trees, before, plan, outcome))
 
 

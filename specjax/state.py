@@ -16,6 +16,7 @@ from specjax.base import Controller, Drafter, Rule, Trees, Weights
 from specjax.processors import TokenProcessor
 from specjax.results import Finish, RoundLog
 from specjax.sampling import Settings
+from specjax.tree import alike
 
 Array = jax.Array
 
@@ -100,11 +101,8 @@ class DecodeConfig:
 
   @property
   def groups(self) -> tuple[tuple[int, ...], ...]:
-    """Widths whose drafts begin alike: chains, shortest first; every tree is a group of its own."""
-    chains = [i for i, tree in enumerate(self.trees, start=1) if tree.is_chain]
-    chains.sort(key=lambda width: self.trees[width - 1].num_nodes)
-    trees = [(i,) for i, tree in enumerate(self.trees, start=1) if not tree.is_chain]
-    return ((tuple(chains),) if chains else ()) + tuple(trees)
+    """Widths whose drafts begin alike, see `tree.alike`."""
+    return tuple(tuple(i + 1 for i in group) for group in alike(self.trees))
 
   def at_width(self, width: int) -> DecodeConfig:
     """As if the drafter of that width were the only one."""

@@ -260,6 +260,13 @@ class TreeBudget:
       raise ValueError(f"TreeBudget.max_depth = {self.max_depth}; it must be in [0, {self.num_nodes - 1}]")
 
 
+def alike(trees: Sequence[TokenTree | TreeBudget]) -> tuple[tuple[int, ...], ...]:
+  """Indices of topologies whose drafts begin alike: chains, shortest first; every other is its own group."""
+  chains = sorted((i for i, tree in enumerate(trees) if tree.is_chain), key=lambda i: trees[i].num_nodes)
+  others = ((i,) for i, tree in enumerate(trees) if not tree.is_chain)
+  return (*((tuple(chains),) if chains else ()), *others)
+
+
 def _on_path(tree: TokenTree | DynamicTree):
   """bool ``[…, N, G]``: whether a node's path is that long."""
   return tree.depths[..., None] > np.arange(tree.max_depth)

@@ -51,7 +51,7 @@ def simulate(beliefs, world, key):
     control, length = carry
     rates, ends, key = inputs
     rows = Rows(control, length, length + 1000, jnp.ones((1,), bool))
-    plan, control = CONTROL.plan(beliefs, TREES, control, rows)
+    plan = CONTROL.plan(beliefs, TREES, rows)
     proposed = jnp.minimum(plan.depth, ends)
     # A chain that ends early is verified at the narrowest width that holds it, nothing plainly.
     chain = jnp.where(proposed[0] <= SHORT.max_depth, 1, 2)
@@ -59,7 +59,7 @@ def simulate(beliefs, world, key):
     reach = jnp.arange(G) < proposed[:, None]
     accepted = jnp.cumprod((jax.random.uniform(key, (1, G)) < rates[plan.width]) & reach, axis=1).sum(axis=1)
     outcome = RoundOutcome(verified, proposed, accepted, accepted + 1)
-    control = CONTROL.learn(beliefs, TREES, rows.replace(control=control), plan, outcome)
+    control = CONTROL.learn(beliefs, TREES, rows, plan, outcome)
     cost = world.verify[verified] + world.draft[plan.width]
     return (control, length + accepted + 1), (plan.width, accepted[0] + 1, cost, control.account[0])
 
@@ -177,7 +177,7 @@ def believed(**changes):
 
 @jax.jit
 def planned(beliefs, rows):
-  return CONTROL.plan(beliefs, TREES, rows.control, rows)[0]
+  return CONTROL.plan(beliefs, TREES, rows)
 
 
 def test_rows_that_do_not_gain_propose_nothing():
@@ -266,11 +266,11 @@ def rounds_of(control, accepted, beliefs=None):
   state = control.init(beliefs, TREES[:2], 1)
   for a in accepted:
     rows = rows_of(state, [10])
-    plan, state = control.plan(beliefs, TREES[:2], state, rows)
+    plan = control.plan(beliefs, TREES[:2], rows)
     yield int(plan.width), int(plan.depth[0])
     a = min(a, int(plan.depth[0]))
     outcome = RoundOutcome(plan.width, plan.depth, jnp.array([a]), jnp.array([a + 1]))
-    state = control.learn(beliefs, TREES[:2], rows.replace(control=state), plan, outcome)
+    state = control.learn(beliefs, TREES[:2], rows, plan, outcome)
 
 
 def test_plus_two_minus_one():

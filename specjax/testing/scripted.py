@@ -218,12 +218,12 @@ class ScriptedControl:
   def init(self, beliefs, trees, batch):
     return jnp.zeros((batch,), jnp.int32)
 
-  def plan(self, beliefs, trees, control, rows):
-    width = jnp.asarray(self.script, jnp.int32)[jnp.max(control) % len(self.script)]
+  def plan(self, beliefs, trees, rows):
+    width = jnp.asarray(self.script, jnp.int32)[jnp.max(rows.control) % len(self.script)]
     deepest = jnp.asarray([0, *(tree.max_depth for tree in trees)], jnp.int32)[width]
-    turn = (control + rows.prompt_length) % 3
+    turn = (rows.control + rows.prompt_length) % 3
     depth = jnp.where(turn == 0, 0, jnp.where(turn == 1, jnp.maximum(deepest - 1, 1), deepest))
-    return RoundPlan(width, jnp.where(rows.active & (width > 0), depth, 0)), control
+    return RoundPlan(width, jnp.where(rows.active & (width > 0), depth, 0))
 
   def learn(self, beliefs, trees, rows, plan, outcome):
     return rows.control + rows.active

@@ -138,8 +138,8 @@ MUTANTS = (
     "groups in one",
     "trees count as chains",
     CONTROL,
-    "numbers.append(0 if tree.is_chain else trees_seen + has_chain)",
-    "numbers.append(0)",
+    "numbers[1 + np.array(group)] = number",
+    "numbers[1 + np.array(group)] = 0",
     (EVIDENCE, f"{SCRIPTED}::test_estimates_by_hand"),
   ),
   Mutant(
