@@ -163,6 +163,7 @@ LONGER = (
   "tree-sample-recursive",
   "tree-top_k-recursive",
   "tree-distinct-traversal",
+  "tree-distinct-recursive",
   "lookup-tree-traversal",
   "two_model-plus2",
   "tree-adaptive",

@@ -99,7 +99,9 @@ def test_i3_each_setting_counts_alone(setting):
   assert row.tokens != [0] * 4 and row.tokens != [0]
 
 
-@pytest.mark.parametrize("name", (pytest.param("two_model_sample", marks=SLOW), "two_model_tree_distinct"))
+@pytest.mark.parametrize(
+  "name", [pytest.param(name, marks=SLOW) for name in ("two_model_sample", "two_model_tree_distinct")]
+)
 def test_i1_processed_sampling_equals_plain(name):
   """Seed by seed with draw and follow; the draft processes as the target does, so that much is accepted."""
   both = {**ADJUSTED, **contract.SAMPLING, "temperature": (0.7, 0.7, 0.0, 0.7)}

@@ -36,17 +36,26 @@ def test_f3_rows_do_not_depend_on_order_batch_or_padding(name):
     assert rows_of(name, rule, rows=(i,), length_limit=200, prefill_widths=(8, 16)) == [together[i]]
 
 
-def test_f3_seed_7_with_other_windows_and_in_other_slots():
+@pytest.mark.parametrize(
+  "names",
+  (
+    ("prompt_lookup", "two_model_sample"),
+    pytest.param(("two_model_top_k", "self_draft", "prompt_lookup_tree"), marks=pytest.mark.slow),
+  ),
+)
+def test_f3_seed_7_with_other_windows_and_in_other_slots(names):
   """Deterministic drafts and draw_and_follow: the text does not depend on the drafter at all.
 
   Fails when a target draw is keyed by anything but (seed, absolute position), by the round for one.
   """
   texts = [row.tokens for row in contract.plain_sampled()]
-  for name in ("prompt_lookup", "two_model_top_k", "two_model_sample", "self_draft", "prompt_lookup_tree"):
+  for name in names:
     assert [row.tokens for row in rows_of(name, "draw_and_follow")] == texts, name
 
 
-@pytest.mark.parametrize("name", ("two_model_tree_sample", "two_model_tree_distinct"))
+@pytest.mark.parametrize(
+  "name", (pytest.param("two_model_tree_sample", marks=pytest.mark.slow), "two_model_tree_distinct")
+)
 def test_distinct_siblings_leave_the_right_rows(name):
   """Sampled siblings that differ, rows accepting different branches: the draft's rows equal a fresh prefill.
 

@@ -128,7 +128,7 @@ def equal(got: Verdict, want: Verdict, rows=slice(None)):
 
 
 @hypothesis.given(programs, seeds)
-@profile(300)
+@profile(200)
 def test_a_verdict_is_a_path_the_target_can_say(which, seed):
   """Root first along parents, only proposed nodes, zeros behind; every token has target mass.
 
@@ -149,7 +149,7 @@ def test_a_verdict_is_a_path_the_target_can_say(which, seed):
 
 
 @hypothesis.given(programs, seeds)
-@profile(150)
+@profile(100)
 def test_what_no_one_may_read_changes_nothing(which, seed):
   """Fails when a row behind an invalid node, a leaf's q, or an invalid token leaks, NaN · 0 included."""
   args = case(which[1], seed)
@@ -157,7 +157,7 @@ def test_what_no_one_may_read_changes_nothing(which, seed):
 
 
 @hypothesis.given(programs, seeds)
-@profile(150)
+@profile(100)
 def test_rows_stand_for_themselves(which, seed):
   """Permuted rows give permuted verdicts, and another neighbour changes nothing.
 
@@ -173,7 +173,7 @@ def test_rows_stand_for_themselves(which, seed):
 
 
 @hypothesis.given(programs, seeds)
-@profile(150)
+@profile(100)
 def test_at_temperature_zero_every_rule_says_what_greedy_says(which, seed):
   """Target point masses, any q. Fails when a rule needs p and q to be processed alike to be right."""
   p, q, tokens, valid, parents, *rest = case(which[1], seed)
