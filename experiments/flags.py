@@ -99,7 +99,7 @@ MAX_LENGTH = flags.DEFINE_integer(
 )
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 1, "Rows decoded together.", 1, 4096)
 WARMUP = flags.DEFINE_integer("warmup", 1, "Runs before the timed ones; compiling comes before them.", 0)
-REPEATS = flags.DEFINE_integer("repeats", 1, "Timed runs of each method, alternating; medians count.", 1)
+REPEATS = flags.DEFINE_integer("repeats", 1, "Timed runs of each method; medians count.", 1)
 OUTPUT = flags.DEFINE_string("output", "", "Run directory for flags, versions, times and rows.")
 CHAT = flags.DEFINE_bool(
   "chat", None, "Put prompts into the chat template. Default: if the tokenizer has one."

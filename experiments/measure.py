@@ -18,12 +18,14 @@ import numpy as np
 
 from experiments.runtime import Job, Method, make_settings
 from specjax import decode
-from specjax.decode import DecodeState, RowResult
+from specjax.decode import DecodeState, Finish, RowResult
 from specjax.models import Decoder
 from specjax.sampling import Settings
 
 # Below this share of the logit scale two tokens count as tied: float32 sums taken in another order differ.
 TIE = 1e-4
+# Rounds of one method before the next has its turn: about half a second here, where a call costs 1 ms.
+_TURN = 16
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 _compiled = 0
 
@@ -94,6 +96,35 @@ def run_timed(job: Job, method: Method, prompts, max_new_tokens) -> Timed:
   done = time.perf_counter()
   compiles = compile_count() - compiles
   return Timed(decode.results(state), prefilled - start, done - prefilled, compiles)
+
+
+def run_in_turns(job: Job, methods: Sequence[Method], prompts, max_new_tokens) -> list[Timed]:
+  """`run_timed` of several methods at once, a few rounds of each in turn: one `Timed` a method, in order.
+
+  A machine whose speed drifts within seconds is then the same machine for all of them, and ratios hold.
+  Every other cycle goes backwards, so that none is always behind another.
+  """
+  compiles = compile_count()
+  states, prefill_s, decode_s = [], [], [0.0] * len(methods)
+  for method in methods:
+    start = time.perf_counter()
+    states.append(jax.block_until_ready(prefill(job, method, prompts, max_new_tokens)))
+    prefill_s.append(time.perf_counter() - start)
+  running = [i for i, state in enumerate(states) if unfinished(state)]
+  while running:
+    for i in running:
+      start = time.perf_counter()
+      state = decode.generate(methods[i].weights, states[i], methods[i].config, _TURN)
+      states[i] = jax.block_until_ready(state)
+      decode_s[i] += time.perf_counter() - start
+    running = [i for i in reversed(running) if unfinished(states[i])]
+  compiles = compile_count() - compiles
+  return [Timed(decode.results(states[i]), prefill_s[i], decode_s[i], compiles) for i in range(len(methods))]
+
+
+def unfinished(state: DecodeState) -> bool:
+  """Whether a row is active; on the host, where nothing compiles for it."""
+  return bool(((np.asarray(state.finish) == Finish.NONE) & (np.asarray(state.length) > 0)).any())
 
 
 def compile_method(job: Job, method: Method, prompt_lengths: Sequence[int], batch: int) -> float:

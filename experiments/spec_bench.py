@@ -2,9 +2,10 @@
 
   python -m experiments.spec_bench --questions=FILE.jsonl --drafters=prompt_lookup --output=runs/first
 
-Plain decoding (``none``) always runs as the baseline. Methods alternate question by question, everything
-is compiled before the timed part, and the number of programs compiled while timing is stored (0). Later
-turns continue the baseline's answer, so that all methods get the same prompts.
+Plain decoding (``none``) always runs as the baseline. Within a question the methods take turns of a few
+rounds, so that a machine whose speed drifts is the same for all of them. Everything is compiled before the
+timed part, and the number of programs compiled while timing is stored (0). Later turns continue the
+baseline's answer, so that all methods get the same prompts.
 """
 
 from __future__ import annotations
@@ -97,8 +98,7 @@ class Bench:
   def warm_up(self) -> None:
     prompts = [self.prompt(self.asked[0], 0)] * self.batch
     for _ in range(shared.WARMUP.value):
-      for method in self.methods:
-        measure.run_timed(self.job, method, prompts, self.budget)
+      measure.run_in_turns(self.job, self.methods, prompts, self.budget)
 
   def pending(self) -> Iterator[tuple[list[questions.Question], int, list[runtime.Method]]]:
     """Groups of up to a batch of questions, the turn, and the methods whose rows are not all there."""
@@ -117,7 +117,7 @@ class Bench:
           yield asked, turn, methods if start // self.batch % 2 else methods[::-1]
 
   def answer(self, asked: Sequence[questions.Question], turn: int, methods: Sequence[runtime.Method]) -> None:
-    """Runs the methods on a group, `--repeats` times in turn, and stores the rows that are missing."""
+    """Runs the methods on a group in turns, `--repeats` times, and stores the rows that are missing."""
     prompts = [self.prompt(question, turn) for question in asked]
     # A short last group is filled up with rows that end after one token, so that nothing recompiles.
     filler = self.batch - len(asked)
@@ -125,9 +125,10 @@ class Bench:
     budgets = [self.budget] * len(asked) + [1] * filler
     runs: dict[str, list[measure.Timed]] = {method.name: [] for method in methods}
     for _ in range(shared.REPEATS.value):
-      for method in methods:
-        runs[method.name].append(measure.run_timed(self.job, method, padded, budgets))
-    self.compiles += sum(run.compiles for timed in runs.values() for run in timed)
+      together = measure.run_in_turns(self.job, methods, padded, budgets)
+      self.compiles += together[0].compiles
+      for method, run in zip(methods, together, strict=True):
+        runs[method.name].append(run)
     # The baseline's row goes first: later turns and comparisons need it.
     for method in sorted(methods, key=self.methods.index):
       self._store(method, asked, turn, prompts, runs[method.name])

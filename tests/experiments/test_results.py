@@ -1,5 +1,6 @@
 """Figures and files: definitions of τ and acceptance, run directories, tables."""
 
+import dataclasses
 import json
 import os
 import types
@@ -13,6 +14,7 @@ from absl.testing import flagsaver
 from experiments import compare_runs, measure, results, runtime, summary
 from experiments import flags as shared
 from experiments.compare_runs import interval
+from specjax import decode
 from specjax.decode import RowResult
 from tests import contract
 
@@ -230,6 +232,35 @@ def test_p7_times_are_of_finished_work(monkeypatch):
   assert (short.prefill_s, short.decode_s, short.compiles, long.compiles) == (2.0, 2.0, 0, 0)
   assert (short.new_tokens, long.new_tokens) == (24, 48)
   assert [row.rounds for row in short.rows + long.rows] == [6] * 4 + [12] * 4
+
+
+def test_p7_methods_in_turns_say_and_cost_what_they_do_alone(monkeypatch):
+  """Two methods, 3 rounds of each in turn, rows are those of runs of their
+  own, each method's clock counts its own calls only, and every other cycle goes backwards.
+  """
+  method = runtime.Method("none", contract.static("none", "greedy"), contract.built("none")[1])
+  twin = dataclasses.replace(method, name="twin", weights=decode.Weights(contract.target()))
+  job = types.SimpleNamespace(stop_ids=(), mesh=None)
+  prompts = [list(prompt) for prompt in contract.PROMPTS]
+  calls, generate, clock = [], decode.generate, iter(range(10**6))
+  monkeypatch.setattr(measure, "_TURN", 3)
+  with flagsaver.flagsaver():
+    flags.FLAGS.unparse_flags()
+    shared.parse(["script"])
+    alone = measure.run_timed(job, method, prompts, 8)
+    measure.run_in_turns(job, [method], prompts, 8)  # warms up
+
+    def noted(weights, state, config, rounds):
+      calls.append((int(np.asarray(state.log.rounds)[0]), weights is twin.weights))
+      return generate(weights, state, config, rounds)
+
+    monkeypatch.setattr(decode, "generate", noted)
+    monkeypatch.setattr(measure, "time", types.SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    both = measure.run_in_turns(job, [method, twin], prompts, 8)
+  assert [run.rows for run in both] == [alone.rows] * 2
+  assert calls == [(0, False), (0, True), (3, True), (3, False), (6, False), (6, True)]
+  # The clock moves by 1 a look: one a prefill, one a turn.
+  assert [(run.prefill_s, run.decode_s, run.compiles) for run in both] == [(1.0, 3.0, 0)] * 2
 
 
 @pytest.mark.parametrize(
