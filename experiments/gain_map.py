@@ -4,8 +4,8 @@
 
 Real rounds of the real model under the ``synthetic`` rule, which accepts drafts at a given rate whatever they
 say: the text is not the target's, the cost is. Drafts are the target's own first layers, a chain of --window;
-``free`` drafts cost nothing. Plain decoding runs before and after every three cells, which are compared
-with the mean of the two, against drift. One run serves all response lengths: it decodes to the first
+``free`` drafts cost nothing. Plain decoding and the cells of a draft take turns of a few rounds, so that a
+machine whose speed drifts is the same for all. One run serves all response lengths: it decodes to the first
 limit, then to the next. Short ones are repeated under other seeds, until --least_tokens of each are seen.
 
 Predictions come from the calibration of this device (`experiments.calibrate`), and are what the tokens of a
@@ -16,9 +16,9 @@ plot come from the rows alone; a killed run goes on with the cells that are miss
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -79,8 +79,8 @@ NOT_USED = (
 )
 FREE = 0  # layers of a draft that costs nothing
 _PREFILLS = 5
-# Cells between two runs of plain decoding.
-_BETWEEN_PLAIN = 3
+# Cells of one draft that take turns with plain decoding; each has a state of its own.
+_TOGETHER = 5
 
 
 # --- what is asked ---------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def visits(acceptance: float, window: int, responses: Sequence[int]) -> np.ndarr
 def predicted_ms(
   table: CostTable, drafter: str | None, acceptance: float, window: int, prompt: int, responses: Sequence[int]
 ) -> list[float]:
-  """Milliseconds of decoding up to each response length, one call of the loop a length.
+  """Milliseconds of decoding up to each response length, in calls of `measure.TURN` rounds.
 
   Args:
     drafter: as the table has it; None is a free draft.
@@ -187,7 +187,8 @@ def predicted_ms(
   draft = lambda live: table.draft_ms_at(drafter, live=live) if drafter else 0.0
   costs = [table.round_ms_at(window + 1, live=prompt + n) + draft(prompt + n) for n in grid.tolist()]
   spent = np.cumsum(starts * np.interp(np.arange(len(starts)), grid, costs))
-  return [float(spent[r - 1]) + (i + 1) * table.call_ms for i, r in enumerate(responses)]
+  calls = np.maximum(np.cumsum(starts) / measure.TURN, 1)
+  return [float(spent[r - 1] + calls[r - 1] * table.call_ms) for r in responses]
 
 
 def needed_calibration(plan: Plan, job: runtime.Job) -> CostTable:
@@ -229,7 +230,8 @@ class GainMap:
     self.drafting = {layers: self._drafting(layers) for layers in plan.layers}
     self.table = needed_calibration(plan, job)
     self.prompt = [int(i) % job.target.config.num_real_tokens for i in 100 + np.arange(plan.prompt) % 37]
-    self.boxes: dict[int | None, list[decode.DecodeState]] = {}
+    # By draft, None for plain, and by place among the cells that run together.
+    self.states: dict[tuple[int | None, int], decode.DecodeState] = {}
     self.prefill_ms: dict[int | None, float] = {}
 
   def _drafting(self, layers: int) -> runtime.Method:
@@ -256,57 +258,76 @@ class GainMap:
     """Compiles everything and times the prefills; returns the number of programs."""
     before = measure.compile_count()
     sizes = list(dict.fromkeys(layers for layers, _ in cells))
+    for few in tqdm.tqdm([[], *self.together(cells)], desc="compiling", unit="group", file=sys.stderr):
+      for seed in range(2):  # a state that came back may lie on its device in another way
+        self.run(few, seed, self.plan.responses[:1], rounds=1)
     for layers in [None, *sizes]:
-      method = self.plain if layers is None else self.drafting[layers]
-      self.boxes[layers] = [jax.block_until_ready(self.prefill(method))]
-    methods = {(None, 0.0): self.plain} | {cell: self.method(*cell) for cell in cells}
-    for (layers, _), method in tqdm.tqdm(methods.items(), desc="compiling", unit="loop", file=sys.stderr):
-      self.run(method, self.boxes[layers], 0, self.plan.responses[:1])
-    for layers in self.boxes:
       method = self.plain if layers is None else self.drafting[layers]
       cases = [timing.blocked(lambda method=method: self.prefill(method)) for _ in range(_PREFILLS)]
       self.prefill_ms[layers] = 1e3 * results.median(case() for case in cases)
     return measure.compile_count() - before
 
+  @staticmethod
+  def together(cells: Sequence[tuple[int, float]]) -> list[list[tuple[int, float]]]:
+    """The cells in groups of one draft that run together."""
+    by_draft = [list(group) for _, group in itertools.groupby(cells, key=lambda cell: cell[0])]
+    return [group[i : i + _TOGETHER] for group in by_draft for i in range(0, len(group), _TOGETHER)]
+
+  def start(self, layers: int | None, place: int, seed: int) -> decode.DecodeState:
+    """The state of a place, behind the prompt."""
+    if (layers, place) not in self.states:
+      # Those of another draft go.
+      self.states = {key: state for key, state in self.states.items() if key[0] in (None, layers)}
+      self.states[layers, place] = self.prefill(self.plain if layers is None else self.drafting[layers])
+    state = loops.rewind(self.states.pop((layers, place)), self.plan.prompt)
+    return state.replace(settings=state.settings.replace(seed=jnp.full_like(state.settings.seed, seed)))
+
   def run(
-    self, method: runtime.Method, box: list[decode.DecodeState], seed: int, responses: Sequence[int]
-  ) -> dict[int, tuple[float, int]]:
-    """Decodes to each length in turn; milliseconds and rounds up to it, by response."""
-    state = loops.rewind(box[0], self.plan.prompt)
-    state = state.replace(settings=state.settings.replace(seed=jnp.full_like(state.settings.seed, seed)))
-    found, seconds = {}, 0.0
+    self, few: Sequence[tuple[int, float]], seed: int, responses: Sequence[int], rounds: int = measure.TURN
+  ) -> list[dict[int, tuple[float, int]]]:
+    """Plain decoding and some cells of one draft in turns of some rounds, to one length after the other.
+
+    Returns:
+      Of each, plain first, milliseconds and rounds up to a length, by response.
+    """
+    methods = [self.plain, *(self.method(*cell) for cell in few)]
+    keys = [(None, 0), *((layers, place) for place, (layers, _) in enumerate(few))]
+    states = [self.start(*key, seed) for key in keys]
+    found: list[dict[int, tuple[float, int]]] = [{} for _ in methods]
+    spent = np.zeros(len(methods))
     for response in responses:
-      limit = jnp.full_like(state.limit, self.plan.prompt + response)
-      state = state.replace(limit=limit, finish=jnp.full_like(state.finish, Finish.NONE))
-      state = jax.block_until_ready(state)
-      start = time.perf_counter()
-      state = jax.block_until_ready(decode.generate(method.weights, state, method.config))
-      seconds += time.perf_counter() - start
-      found[response] = 1e3 * seconds, int(state.log.rounds[0])
-    box[0] = state
+      states = jax.block_until_ready([_until(state, self.plan.prompt + response) for state in states])
+      spent += 1e3 * np.array(measure.in_turns(methods, states, rounds))
+      for one, ms, state in zip(found, spent.tolist(), states, strict=True):
+        one[response] = ms, int(state.log.rounds[0])
+    self.states.update(zip(keys, states, strict=True))
     return found
 
-  def timed(self, layers: int | None, acceptance: float = 0.0) -> dict[int, tuple[float, float]]:
-    """Means of milliseconds and rounds over the runs of a cell (None: plain), by response."""
-    method = self.plain if layers is None else self.method(layers, acceptance)
-    seen: dict[int, list[tuple[float, int]]] = {response: [] for response in self.plan.responses}
+  def timed(self, few: Sequence[tuple[int, float]]) -> list[dict[int, tuple[float, float]]]:
+    """Means of milliseconds and rounds over the runs, of plain decoding and each cell, by response."""
+    seen = [{response: [] for response in self.plan.responses} for _ in range(len(few) + 1)]
     for seed, responses in enumerate(self.plan.runs()):
-      for response, pair in self.run(method, self.boxes[layers], seed, responses).items():
-        seen[response].append(pair)
-    return {response: tuple(np.mean(pairs, axis=0).tolist()) for response, pairs in seen.items()}
+      for one, found in zip(seen, self.run(few, seed, responses), strict=True):
+        for response, pair in found.items():
+          one[response].append(pair)
+    return [
+      {response: tuple(np.mean(pairs, axis=0).tolist()) for response, pairs in one.items()} for one in seen
+    ]
 
   def measure(self, cells: Sequence[tuple[int, float]]) -> Iterator[list[dict[str, Any]]]:
-    """The rows of each cell, plain decoding before and after every few of them."""
-    before = self.timed(None)
-    for start in range(0, len(cells), _BETWEEN_PLAIN):
-      few = cells[start : start + _BETWEEN_PLAIN]
+    """The rows of each cell."""
+    for few in self.together(cells):
       compiles = measure.compile_count()
-      found, after = [self.timed(*cell) for cell in few], self.timed(None)
+      plain, *found = self.timed(few)
       compiles = measure.compile_count() - compiles
-      plain = {response: (before[response][0], after[response][0]) for response in self.plan.responses}
       for cell, times in zip(few, found, strict=True):
         yield rows_of(self.plan, self.table, cell, times, plain, self.prefill_ms, compiles)
-      before = after
+
+
+def _until(state: decode.DecodeState, length: int) -> decode.DecodeState:
+  """The state, to be decoded up to this length."""
+  none = jnp.full_like(state.finish, Finish.NONE)
+  return state.replace(limit=jnp.full_like(state.limit, length), finish=none)
 
 
 def rows_of(
@@ -322,7 +343,7 @@ def rows_of(
 
   Args:
     found: milliseconds and rounds by response.
-    plain: milliseconds of plain decoding before and after.
+    plain: the same of plain decoding beside it.
     prefill_ms: by layers, None is plain.
     compiles: programs compiled meanwhile.
   """
@@ -335,7 +356,7 @@ def rows_of(
   rows = []
   for number, response in enumerate(plan.responses):
     ms, rounds = found[response]
-    plain_ms = sum(plain[response]) / 2
+    plain_ms, _ = plain[response]
     whole = (plain_ms + prefill_ms[None]) / (ms + prefill_ms[layers])
     rows.append(
       {
@@ -346,7 +367,7 @@ def rows_of(
         "c": table.draft_cost(drafter, live=live) if drafter else 0.0,
         "ms": ms,
         "rounds": rounds,
-        "plain_ms": list(plain[response]),
+        "plain_ms": plain_ms,
         "prefill_ms": prefill_ms[layers],
         "plain_prefill_ms": prefill_ms[None],
         "speedup": plain_ms / ms,

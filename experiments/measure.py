@@ -25,7 +25,7 @@ from specjax.sampling import Settings
 # Below this share of the logit scale two tokens count as tied: float32 sums taken in another order differ.
 TIE = 1e-4
 # Rounds of one method before the next has its turn: about half a second here, where a call costs 1 ms.
-_TURN = 16
+TURN = 16
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 _compiled = 0
 
@@ -99,27 +99,40 @@ def run_timed(job: Job, method: Method, prompts, max_new_tokens) -> Timed:
 
 
 def run_in_turns(job: Job, methods: Sequence[Method], prompts, max_new_tokens) -> list[Timed]:
-  """`run_timed` of several methods at once, a few rounds of each in turn: one `Timed` a method, in order.
-
-  A machine whose speed drifts within seconds is then the same machine for all of them, and ratios hold.
-  Every other cycle goes backwards, so that none is always behind another.
-  """
+  """`run_timed` of several methods at once, see `in_turns`: one `Timed` a method, in order."""
   compiles = compile_count()
-  states, prefill_s, decode_s = [], [], [0.0] * len(methods)
+  states, prefill_s = [], []
   for method in methods:
     start = time.perf_counter()
     states.append(jax.block_until_ready(prefill(job, method, prompts, max_new_tokens)))
     prefill_s.append(time.perf_counter() - start)
+  decode_s = in_turns(methods, states)
+  compiles = compile_count() - compiles
+  timed = zip(states, prefill_s, decode_s, strict=True)
+  return [Timed(decode.results(state), before, behind, compiles) for state, before, behind in timed]
+
+
+def in_turns(methods: Sequence[Method], states: list[DecodeState], rounds: int = TURN) -> list[float]:
+  """Decodes every state to its end, so many rounds of each in turn; seconds of each.
+
+  A machine whose speed drifts within seconds is then the same machine for all of them, and ratios hold.
+  Every other cycle goes backwards, so that none is always behind another.
+
+  Args:
+    methods: how, one a state.
+    states: replaced by those behind the last round.
+    rounds: of a turn.
+  """
+  seconds = [0.0] * len(states)
   running = [i for i, state in enumerate(states) if unfinished(state)]
   while running:
     for i in running:
       start = time.perf_counter()
-      state = decode.generate(methods[i].weights, states[i], methods[i].config, _TURN)
+      state = decode.generate(methods[i].weights, states[i], methods[i].config, rounds)
       states[i] = jax.block_until_ready(state)
-      decode_s[i] += time.perf_counter() - start
+      seconds[i] += time.perf_counter() - start
     running = [i for i in reversed(running) if unfinished(states[i])]
-  compiles = compile_count() - compiles
-  return [Timed(decode.results(states[i]), prefill_s[i], decode_s[i], compiles) for i in range(len(methods))]
+  return seconds
 
 
 def unfinished(state: DecodeState) -> bool:
@@ -131,8 +144,8 @@ def compile_method(job: Job, method: Method, prompt_lengths: Sequence[int], batc
   """Compiles everything that runs over prompts of these lengths need; returns the seconds it took.
 
   A prefill chunk compiles once a width, and again where the state comes from an earlier chunk and lies
-  on its device for good; a prompt is prefilled for each such case. The loop is compiled by a call of
-  zero rounds.
+  on its device for good; a prompt is prefilled for each such case. The loop is compiled by calls of zero
+  rounds, from a prefill and from an earlier call.
   """
   began = time.perf_counter()
   covered: set[tuple[bool, int]] = set()
@@ -143,7 +156,9 @@ def compile_method(job: Job, method: Method, prompt_lengths: Sequence[int], batc
       continue
     covered |= chunks
     state = prefill(job, method, [[0] * length] * batch, 1, Settings.create(batch))
-  jax.block_until_ready(decode.generate(method.weights, state, method.config, 0))
+  for _ in range(2):
+    state = decode.generate(method.weights, state, method.config, 0)
+  jax.block_until_ready(state)
   return time.perf_counter() - began
 
 

@@ -243,7 +243,7 @@ def test_p7_methods_in_turns_say_and_cost_what_they_do_alone(monkeypatch):
   job = types.SimpleNamespace(stop_ids=(), mesh=None)
   prompts = [list(prompt) for prompt in contract.PROMPTS]
   calls, generate, clock = [], decode.generate, iter(range(10**6))
-  monkeypatch.setattr(measure, "_TURN", 3)
+  monkeypatch.setattr(measure, "TURN", 3)
   with flagsaver.flagsaver():
     flags.FLAGS.unparse_flags()
     shared.parse(["script"])
