@@ -98,7 +98,9 @@ def run_timed(job: Job, method: Method, prompts, max_new_tokens) -> Timed:
   return Timed(decode.results(state), prefilled - start, done - prefilled, compiles)
 
 
-def run_in_turns(job: Job, methods: Sequence[Method], prompts, max_new_tokens) -> list[Timed]:
+def run_in_turns(
+  job: Job, methods: Sequence[Method], prompts, max_new_tokens, rounds: int = TURN
+) -> list[Timed]:
   """`run_timed` of several methods at once, see `in_turns`: one `Timed` a method, in order."""
   compiles = compile_count()
   states, prefill_s = [], []
@@ -106,7 +108,7 @@ def run_in_turns(job: Job, methods: Sequence[Method], prompts, max_new_tokens) -
     start = time.perf_counter()
     states.append(jax.block_until_ready(prefill(job, method, prompts, max_new_tokens)))
     prefill_s.append(time.perf_counter() - start)
-  decode_s = in_turns(methods, states)
+  decode_s = in_turns(methods, states, rounds)
   compiles = compile_count() - compiles
   timed = zip(states, prefill_s, decode_s, strict=True)
   return [Timed(decode.results(state), before, behind, compiles) for state, before, behind in timed]

@@ -243,12 +243,11 @@ def test_p7_methods_in_turns_say_and_cost_what_they_do_alone(monkeypatch):
   job = types.SimpleNamespace(stop_ids=(), mesh=None)
   prompts = [list(prompt) for prompt in contract.PROMPTS]
   calls, generate, clock = [], decode.generate, iter(range(10**6))
-  monkeypatch.setattr(measure, "TURN", 3)
   with flagsaver.flagsaver():
     flags.FLAGS.unparse_flags()
     shared.parse(["script"])
     alone = measure.run_timed(job, method, prompts, 8)
-    measure.run_in_turns(job, [method], prompts, 8)  # warms up
+    measure.run_in_turns(job, [method], prompts, 8, rounds=3)  # warms up
 
     def noted(weights, state, config, rounds):
       calls.append((int(np.asarray(state.log.rounds)[0]), weights is twin.weights))
@@ -256,7 +255,7 @@ def test_p7_methods_in_turns_say_and_cost_what_they_do_alone(monkeypatch):
 
     monkeypatch.setattr(decode, "generate", noted)
     monkeypatch.setattr(measure, "time", types.SimpleNamespace(perf_counter=lambda: float(next(clock))))
-    both = measure.run_in_turns(job, [method, twin], prompts, 8)
+    both = measure.run_in_turns(job, [method, twin], prompts, 8, rounds=3)
   assert [run.rows for run in both] == [alone.rows] * 2
   assert calls == [(0, False), (0, True), (3, True), (3, False), (6, False), (6, True)]
   # The clock moves by 1 a look: one a prefill, one a turn.
