@@ -12,7 +12,8 @@ import setuptools
 HERE = pathlib.Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "specjax" / "__init__.py").read_text())[1]
 
-PARITY = ["torch>=2.13", "transformers>=5.24"]
+TORCH = "torch>=2.13"
+PARITY = [TORCH, "transformers>=5.24"]
 
 setuptools.setup(
   name="specjax",
@@ -41,6 +42,8 @@ setuptools.setup(
     "hub": ["huggingface_hub>=2.4"],
     "parity": PARITY,
     "test": ["hypothesis>=6.170", "matplotlib>=3.11", "pytest>=9.2", "pytest-xdist>=3.8", "ruff>=0.17.6"],
+    # Reading heads that were saved as PyTorch's own files (medusa_lm_head.pt, pytorch_model.bin).
+    "torch": [TORCH],
     "tpu": ["jax[tpu]"],
     "cuda13": ["jax[cuda13]"],
     # Compilers for devices that are not there (`experiments.compile_kernels`): libtpu, XLA's CUDA backend,

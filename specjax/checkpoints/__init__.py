@@ -1,21 +1,30 @@
 """Model sources, checkpoint formats and tokenizers."""
 
+from specjax.checkpoints.draft_files import save_draft
+from specjax.checkpoints.eagle_files import save_eagle3
 from specjax.checkpoints.files import CheckpointError
+from specjax.checkpoints.heads import DraftHead, load_head
 from specjax.checkpoints.hf_save import save_hf
+from specjax.checkpoints.medusa_files import save_medusa
 from specjax.checkpoints.saved import load_module, read_description, save_module, save_orbax
 from specjax.checkpoints.sources import LoadedModel, load_model, load_tokenizer
 from specjax.checkpoints.tokenizer import Tokenizer, check_same_vocabulary
 
 __all__ = [
   "CheckpointError",
+  "DraftHead",
   "LoadedModel",
   "Tokenizer",
   "check_same_vocabulary",
+  "load_head",
   "load_model",
   "load_module",
   "load_tokenizer",
   "read_description",
+  "save_draft",
+  "save_eagle3",
   "save_hf",
+  "save_medusa",
   "save_module",
   "save_orbax",
 ]

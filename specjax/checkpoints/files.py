@@ -16,6 +16,17 @@ class CheckpointError(ValueError):
   """A checkpoint, tokenizer or model source that cannot be used; says which file, field and value."""
 
 
+@contextlib.contextmanager
+def refusing(source: str) -> Iterator[None]:
+  """Turns a ``ValueError`` of a config or a module into a `CheckpointError` that names the file."""
+  try:
+    yield
+  except CheckpointError:
+    raise
+  except ValueError as error:
+    raise CheckpointError(f"{source}: {error}") from None
+
+
 def read_json(path: str) -> dict[str, Any]:
   """The JSON object in a UTF-8 file; `CheckpointError` when it is missing, truncated or no object."""
   try:

@@ -1,11 +1,11 @@
-"""A decoder from named tensors. The module is built without values and every leaf is filled from the
-file, so no parameter can keep an initial value."""
+"""Modules from named tensors. A module is built without values and every leaf is filled from the file, so
+no parameter can keep an initial value."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from specjax.models import Decoder, DecoderConfig
 _HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$|\.(masked_bias|attn\.bias)$|^rope_freqs\.weight$")
 
 _LISTED = 8
+_Module = TypeVar("_Module", bound=nnx.Module)
 
 
 class StoredTensor(NamedTuple):
@@ -33,7 +34,7 @@ class StoredTensor(NamedTuple):
   read: Callable[[], np.ndarray]
 
 
-class _OneKey:
+class OneKey:
   """Stands in for `nnx.Rngs` where no value is ever made; tracing its counter took seconds."""
 
   def __init__(self):
@@ -45,7 +46,7 @@ class _OneKey:
 
 def abstract_decoder(config: DecoderConfig, dtype: jnp.dtype) -> Decoder:
   """A decoder whose parameters are shapes and types only."""
-  return nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=_OneKey()))
+  return nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=OneKey()))
 
 
 def path_of(path: tuple) -> str:
@@ -78,15 +79,61 @@ def fill(
       f"{source}: the config has {config.num_layers} layers, the file {len(tensors)} tensors"
     )
   names = name_table(config.num_layers)
+  head = names["head.weight"]
+  untied = (
+    f"tensor {head} is missing and the config says that embeddings are not tied; "
+    f"expected shape {[config.vocab_size, config.d_model]}"
+  )
+  if config.tie_embeddings:
+    tensors = _without_tied_head(tensors, head, names["embed"], source)
+  return fill_module(
+    lambda: Decoder(config, dtype=dtype, rngs=OneKey()),
+    tensors,
+    names,
+    source=source,
+    what=f"a {config.family} model of this config",
+    alone={head: untied},
+  )
+
+
+def fill_module(
+  build: Callable[[], _Module],
+  tensors: Mapping[str, StoredTensor],
+  names: Mapping[str, str],
+  *,
+  source: str,
+  what: str,
+  given: Mapping[str, jax.Array] | None = None,
+  alone: Mapping[str, str] | None = None,
+) -> _Module:
+  """Builds a module whose every leaf is read from ``tensors``, one at a time.
+
+  Args:
+    build: makes the module; only its shapes and types are taken.
+    tensors: what the file holds, by the file's names.
+    names: parameter path → name in the file, of at least the module's parameters.
+    source: the file, for messages.
+    what: the module, for messages.
+    given: values by parameter path that come from elsewhere and have no place in the file.
+    alone: by name, what to say of a tensor if no other is missing.
+
+  Raises:
+    CheckpointError: a tensor is missing, has another shape, or has no place in the module.
+  """
   try:
-    graph, state = nnx.split(abstract_decoder(config, dtype))
+    graph, state = nnx.split(nnx.eval_shape(build))
   except Exception as error:  # sizes that no array can have
     raise CheckpointError(f"{source}: no model has the sizes of this config ({error})") from error
-  leaves = dict(nnx.to_flat_state(state))
+  given = given or {}
+  leaves = {path: leaf for path, leaf in nnx.to_flat_state(state) if path_of(path) not in given}
   wanted = {path: names[path_of(path)] for path in leaves}
-  _check(config, {wanted[p]: tuple(leaf.shape) for p, leaf in leaves.items()}, tensors, names, source)
+  shapes = {wanted[path]: tuple(leaf.shape) for path, leaf in leaves.items()}
+  check_tensors(shapes, tensors, source, what, alone)
   filled = []
-  for path, leaf in leaves.items():
+  for path, leaf in nnx.to_flat_state(state):
+    if path_of(path) in given:
+      filled.append((path, leaf.replace(given[path_of(path)])))
+      continue
     value = _to_device(tensors[wanted[path]].read(), leaf)
     if value.shape != leaf.shape:
       raise CheckpointError(f"{source}: tensor {wanted[path]} was read with shape {list(value.shape)}")
@@ -100,14 +147,31 @@ def _to_device(value: np.ndarray, leaf) -> jax.Array:
   return jnp.array(value.astype(leaf.dtype, copy=False), copy=True)
 
 
-def _check(config, wanted: dict[str, tuple[int, ...]], tensors, names, source: str) -> None:
+def _without_tied_head(tensors, head: str, embed: str, source: str):
+  """The tensors without the head of a tied model, which may be there if it is the embedding."""
+  if head not in tensors or embed not in tensors:
+    return tensors
+  same = tensors[head].shape == tensors[embed].shape
+  if not (same and np.array_equal(tensors[head].read(), tensors[embed].read())):
+    raise CheckpointError(f"{source}: the config ties the embeddings, but tensor {head} differs from {embed}")
+  return {name: tensor for name, tensor in tensors.items() if name != head}
+
+
+def check_tensors(
+  wanted: Mapping[str, tuple[int, ...]],
+  tensors: Mapping[str, StoredTensor],
+  source: str,
+  what: str,
+  alone: Mapping[str, str] | None = None,
+) -> None:
+  """Raises `CheckpointError` unless the file holds the tensors of ``wanted``, in these shapes, and no others.
+
+  The other arguments are those of `fill_module`.
+  """
+  alone = alone or {}
   missing = [name for name in wanted if name not in tensors]
-  head = names["head.weight"]
-  if missing == [head]:
-    raise CheckpointError(
-      f"{source}: tensor {head} is missing and the config says that embeddings are not tied; "
-      f"expected shape {list(wanted[head])}"
-    )
+  if len(missing) == 1 and missing[0] in alone:
+    raise CheckpointError(f"{source}: {alone[missing[0]]}")
   if missing:
     raise CheckpointError(f"{source}: {_count(missing, 'tensor')} missing: {_abbreviate(missing)}")
   for name, shape in wanted.items():
@@ -116,18 +180,9 @@ def _check(config, wanted: dict[str, tuple[int, ...]], tensors, names, source: s
         f"{source}: tensor {name} has shape {list(tensors[name].shape)}; the config asks for {list(shape)}"
       )
   extra = [name for name in tensors if name not in wanted and not _HARMLESS.search(name)]
-  if head in extra and config.tie_embeddings:
-    embed = names["embed"]
-    same = tensors[head].shape == tensors[embed].shape
-    if not (same and np.array_equal(tensors[head].read(), tensors[embed].read())):
-      raise CheckpointError(
-        f"{source}: the config ties the embeddings, but tensor {head} differs from {embed}"
-      )
-    extra.remove(head)
   if extra:
     raise CheckpointError(
-      f"{source}: {_count(extra, 'tensor')} with no place in a {config.family} model of this config: "
-      f"{_abbreviate(extra)}"
+      f"{source}: {_count(extra, 'tensor')} with no place in {what}: {_abbreviate(extra)}"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+from collections.abc import Collection
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,9 +19,10 @@ from specjax.models import Decoder, DecoderConfig, Llama3RopeScaling
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_INTEGERS = ("I64", "I32", "U8", "BOOL")
 
 
-class _Fields:
+class Fields:
   """Typed access to ``config.json`` with errors that name the field."""
 
   def __init__(self, path: str, values: dict[str, Any]):
@@ -51,8 +53,12 @@ def hf_config(folder: str) -> DecoderConfig:
     CheckpointError: what the file asks for is not what `Decoder` computes.
   """
   path = os.path.join(folder, "config.json")
-  values = read_json(path)
-  fields = _Fields(path, values)
+  return decoder_config(path, read_json(path))
+
+
+def decoder_config(path: str, values: dict[str, Any]) -> DecoderConfig:
+  """The architecture in an object of the form of ``config.json``; ``path`` says where it stands."""
+  fields = Fields(path, values)
   family = values.get("model_type")
   if family not in FAMILIES:
     raise fields.error("model_type", family, ", ".join(FAMILIES))
@@ -92,12 +98,12 @@ def hf_config(folder: str) -> DecoderConfig:
     raise error if isinstance(error, CheckpointError) else CheckpointError(f"{path}: {error}") from None
 
 
-def _rope(fields: _Fields) -> tuple[float, Llama3RopeScaling | None]:
+def _rope(fields: Fields) -> tuple[float, Llama3RopeScaling | None]:
   """Base and scaling; transformers 5 keeps both in ``rope_parameters``, 4 has two fields."""
   values = fields.values
   name = "rope_parameters" if values.get("rope_parameters") is not None else "rope_scaling"
   rope = values.get(name) or {}
-  inner = _Fields(f"{fields.path}: {name}", rope)
+  inner = Fields(f"{fields.path}: {name}", rope)
   base = inner.get("rope_theta", float, fields.get("rope_theta", float, 10000.0))
   kind = rope.get("rope_type", rope.get("type", "default"))
   if kind not in ("default", "llama3"):
@@ -115,7 +121,7 @@ def _rope(fields: _Fields) -> tuple[float, Llama3RopeScaling | None]:
   )
 
 
-def _sliding_window(fields: _Fields, family: str, num_layers: int) -> int | None:
+def _sliding_window(fields: Fields, family: str, num_layers: int) -> int | None:
   values = fields.values
   if family == "llama":
     return None
@@ -143,10 +149,20 @@ def load_hf(folder: str, config: DecoderConfig, *, dtype: jnp.dtype) -> Decoder:
     config: `hf_config`'s, perhaps limited.
     dtype: type of the parameters.
   """
-  return fill(config, _tensors(folder), hf_names, dtype=dtype, source=folder)
+  return fill(config, read_tensors(folder), hf_names, dtype=dtype, source=folder)
 
 
-def _tensors(folder: str) -> dict[str, StoredTensor]:
+def read_tensors(folder: str, integers: Collection[str] = ()) -> dict[str, StoredTensor]:
+  """The tensors in ``model.safetensors`` or the files of its index, by name.
+
+  Args:
+    folder: holds them.
+    integers: names of tensors that must hold integers or truth values; all others must hold floats.
+
+  Raises:
+    CheckpointError: no such file, a damaged one, an index that lies. A tensor of another type is an error
+      when it is read.
+  """
   index = os.path.join(folder, INDEX)
   if os.path.exists(index):
     weight_map = read_json(index).get("weight_map")
@@ -162,7 +178,7 @@ def _tensors(folder: str) -> dict[str, StoredTensor]:
     raise CheckpointError(_no_weights(folder))
   tensors = {}
   for file in files:
-    for name, tensor in _open(os.path.join(folder, file)).items():
+    for name, tensor in open_safetensors(os.path.join(folder, file), integers).items():
       if weight_map is None or weight_map.get(name) == file:
         tensors[name] = tensor
   absent = [name for name in weight_map or () if name not in tensors]
@@ -181,7 +197,8 @@ def _no_weights(folder: str) -> str:
   )
 
 
-def _open(path: str) -> dict[str, StoredTensor]:
+def open_safetensors(path: str, integers: Collection[str] = ()) -> dict[str, StoredTensor]:
+  """The tensors of one file; ``integers`` as for `read_tensors`."""
   try:
     file = safetensors.safe_open(path, "np")
   except FileNotFoundError:
@@ -193,9 +210,10 @@ def _open(path: str) -> dict[str, StoredTensor]:
   for name in file.keys():
     view = file.get_slice(name)
     kind = view.get_dtype()
-    if kind not in _FLOATS:
+    supported = _INTEGERS if name in integers else _FLOATS
+    if kind not in supported:
       # An integer tensor is an error only where the model wants it: old files carry index buffers.
-      read = _refuse(f"{path}: tensor {name} has type {kind}; supported: {', '.join(_FLOATS)}")
+      read = _refuse(f"{path}: tensor {name} has type {kind}; supported: {', '.join(supported)}")
     else:
       read = _reader(file, name)
     tensors[name] = StoredTensor(tuple(view.get_shape()), read)

@@ -34,7 +34,7 @@ def save_hf(path: str, model: Decoder, tokenizer: Tokenizer | None = None) -> No
   """
   names = hf_names(model.config.num_layers)
   with new_folder(path) as work:
-    write_json(os.path.join(work, "config.json"), _config_json(model.config))
+    write_json(os.path.join(work, "config.json"), config_json(model.config))
     leaves = nnx.to_flat_state(nnx.state(model))
     tensors = {names[path_of(p)]: np.asarray(leaf.get_value()) for p, leaf in leaves}
     # transformers refuses files without the format's name.
@@ -43,7 +43,8 @@ def save_hf(path: str, model: Decoder, tokenizer: Tokenizer | None = None) -> No
       tokenizer.save(work)
 
 
-def _config_json(config: DecoderConfig) -> dict[str, Any]:
+def config_json(config: DecoderConfig) -> dict[str, Any]:
+  """What `hf_config` reads."""
   c, scaling = config, config.rope_scaling
   rope: dict[str, Any] = {"rope_type": "default"}
   if scaling is not None:

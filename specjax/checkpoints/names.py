@@ -47,6 +47,36 @@ _GGUF = {
   "output.weight": "head.weight",
 }
 
+# Of an output layer of a head's own; the two factors are ours, no public layout has them.
+_OUTPUT = {
+  "lm_head.weight": "output.weight",
+  "lm_head.up.weight": "output.up",
+  "lm_head.down.weight": "output.down",
+}
+
+# Of an EAGLE-3 head; ``{}`` is what the one layer is called. d2t: see `draft_vocabulary`.
+_EAGLE3 = {
+  "fc.weight": "fc.weight",
+  "{}.input_layernorm.weight": "layer.embedding_norm.weight",
+  "{}.hidden_norm.weight": "layer.feature_norm.weight",
+  "{}.self_attn.q_proj.weight": "layer.attention.q.weight",
+  "{}.self_attn.q_proj.bias": "layer.attention.q.bias",
+  "{}.self_attn.k_proj.weight": "layer.attention.k.weight",
+  "{}.self_attn.k_proj.bias": "layer.attention.k.bias",
+  "{}.self_attn.v_proj.weight": "layer.attention.v.weight",
+  "{}.self_attn.v_proj.bias": "layer.attention.v.bias",
+  "{}.self_attn.o_proj.weight": "layer.attention.o.weight",
+  "{}.self_attn.q_norm.weight": "layer.attention.q_norm.weight",
+  "{}.self_attn.k_norm.weight": "layer.attention.k_norm.weight",
+  "{}.post_attention_layernorm.weight": "layer.ff_norm.weight",
+  "{}.mlp.gate_proj.weight": "layer.ff.gate.weight",
+  "{}.mlp.up_proj.weight": "layer.ff.up.weight",
+  "{}.mlp.down_proj.weight": "layer.ff.down.weight",
+  "norm.weight": "norm.weight",
+  **_OUTPUT,
+  "d2t": "output.token_map",
+}
+
 
 def _expand(table: dict[str, str], num_layers: int) -> dict[str, str]:
   names = {}
@@ -64,3 +94,14 @@ def hf_names(num_layers: int) -> dict[str, str]:
 def gguf_names(num_layers: int) -> dict[str, str]:
   """Parameter path → tensor name in a GGUF file."""
   return _expand(_GGUF, num_layers)
+
+
+def eagle3_names(layer: str) -> dict[str, str]:
+  """Parameter path of `Eagle3` → tensor name in a file that calls the draft layer ``layer``."""
+  return {path: name.format(layer) for name, path in _EAGLE3.items()}
+
+
+def draft_names(num_layers: int) -> dict[str, str]:
+  """Parameter path of `DraftDecoder` → tensor name; what is the target's has none."""
+  table = {name: path for name, path in _HF.items() if path not in ("embed", "head.weight")}
+  return _expand({**table, **_OUTPUT, "d2t": "token_map"}, num_layers)

@@ -1,6 +1,25 @@
-"""Target and draft models."""
+"""Target and draft models, and draft heads."""
 
 from specjax.models.config import DecoderConfig, Llama3RopeScaling
 from specjax.models.decoder import Decoder
+from specjax.models.draft import DraftConfig, DraftDecoder
+from specjax.models.eagle import Eagle3, Eagle3Config, default_tap_layers
+from specjax.models.medusa import MedusaConfig, MedusaHeads
+from specjax.models.output import OutputLayer, TokenMap, output_rows, over_target
 
-__all__ = ["Decoder", "DecoderConfig", "Llama3RopeScaling"]
+__all__ = [
+  "Decoder",
+  "DecoderConfig",
+  "DraftConfig",
+  "DraftDecoder",
+  "Eagle3",
+  "Eagle3Config",
+  "Llama3RopeScaling",
+  "MedusaConfig",
+  "MedusaHeads",
+  "OutputLayer",
+  "TokenMap",
+  "default_tap_layers",
+  "output_rows",
+  "over_target",
+]

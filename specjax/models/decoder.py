@@ -13,6 +13,7 @@ from specjax import cache as kv
 from specjax.base import ModelOutput
 from specjax.models import layers
 from specjax.models.config import DecoderConfig
+from specjax.models.output import output_rows
 
 Array = jax.Array
 
@@ -89,21 +90,9 @@ class Decoder(nnx.Module):
       ValueError: ``scratch`` without ``ancestors`` or ``depths``.
     """
     c = self.config
-    if (ancestors is None or depths is None) and not _is_zero(scratch):
-      raise ValueError("Decoder: scratch rows are seen by bits and sit at depths; pass ancestors and depths")
     first, last = layer_range
     last = c.num_layers if last is None else last
-    width = tokens.shape[1]
-    depths = jnp.arange(width, dtype=jnp.int32) if depths is None else jnp.asarray(depths, jnp.int32)
-    positions = cache.length[:, None] + depths
-    call = layers.Call(
-      rope=layers.rope_table(positions, c),
-      prefix_length=cache.length,
-      start=cache.length + scratch,
-      ancestors=ancestors,
-      implementation=implementation,
-      mesh=self.mesh,
-    )
+    call = layers.new_call(cache, tokens.shape[1], c, depths, ancestors, scratch, implementation, self.mesh)
     x = jnp.take(self.embed[...], tokens, axis=0, mode="clip") if hidden is None else hidden
     tapped = {}
     k_cache, v_cache = list(cache.k), list(cache.v)
@@ -122,8 +111,7 @@ class Decoder(nnx.Module):
 
   def unembed(self, x: Array) -> Array:
     """Normed hidden states ``[..., D]`` → float32 logits ``[..., V]``."""
-    weight = self.embed[...] if self.head is None else self.head.weight[...]
-    return layers.matmul(x, weight).astype(jnp.float32)
+    return layers.matmul(x, output_rows(self, None)).astype(jnp.float32)
 
 
 def truncated(model: Decoder, num_layers: int) -> Decoder:
@@ -138,8 +126,3 @@ def truncated(model: Decoder, num_layers: int) -> Decoder:
   short.config = model.config.replace(num_layers=num_layers)
   short.layers = nnx.List(list(model.layers)[:num_layers])
   return short
-
-
-def _is_zero(x: Array | int) -> bool:
-  """Whether x is known to be 0 while tracing."""
-  return not isinstance(x, jax.core.Tracer) and int(x) == 0

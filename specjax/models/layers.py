@@ -126,31 +126,74 @@ class Call(NamedTuple):
   mesh: Mesh | None
 
 
-class Attention(nnx.Module):
-  """Grouped-query attention over the cache's prefix and the rows this call writes."""
+def new_call(
+  cache: kv.KVCache,
+  width: int,
+  config: DecoderConfig,
+  depths: Array | None,
+  ancestors: Array | None,
+  scratch: Array | int,
+  implementation: str,
+  mesh: Mesh | None,
+) -> Call:
+  """The `Call` of a forward over ``width`` tokens a row; arguments as `Decoder.__call__` takes them.
 
-  def __init__(self, config: DecoderConfig, *, dtype, rngs: nnx.Rngs):
+  Raises:
+    ValueError: ``scratch`` without ``ancestors`` or ``depths``.
+  """
+  if (ancestors is None or depths is None) and not _is_zero(scratch):
+    raise ValueError("scratch rows are seen by bits and sit at depths; pass ancestors and depths")
+  depths = jnp.arange(width, dtype=jnp.int32) if depths is None else jnp.asarray(depths, jnp.int32)
+  return Call(
+    rope=rope_table(cache.length[:, None] + depths, config),
+    prefix_length=cache.length,
+    start=cache.length + scratch,
+    ancestors=ancestors,
+    implementation=implementation,
+    mesh=mesh,
+  )
+
+
+def _is_zero(x: Array | int) -> bool:
+  """Whether x is known to be 0 while tracing."""
+  return not isinstance(x, jax.core.Tracer) and int(x) == 0
+
+
+class Attention(nnx.Module):
+  """Grouped-query attention over the cache's prefix and the rows this call writes.
+
+  Its inputs are ``d_in`` wide, D unless told otherwise; its outputs D.
+  """
+
+  def __init__(self, config: DecoderConfig, *, d_in: int | None = None, dtype, rngs: nnx.Rngs):
     c = self.config = config
+    d_in = c.d_model if d_in is None else d_in
     linear = lambda i, o, bias=False: Linear(i, o, bias=bias, dtype=dtype, rngs=rngs)
-    self.q = linear(c.d_model, c.num_heads * c.head_dim, c.qkv_bias)
-    self.k = linear(c.d_model, c.num_kv_heads * c.head_dim, c.qkv_bias)
-    self.v = linear(c.d_model, c.num_kv_heads * c.head_dim, c.qkv_bias)
+    self.q = linear(d_in, c.num_heads * c.head_dim, c.qkv_bias)
+    self.k = linear(d_in, c.num_kv_heads * c.head_dim, c.qkv_bias)
+    self.v = linear(d_in, c.num_kv_heads * c.head_dim, c.qkv_bias)
     self.o = linear(c.num_heads * c.head_dim, c.d_model)
     norm = lambda: RMSNorm(c.head_dim, eps=c.norm_eps, dtype=dtype) if c.qk_norm else None
     self.q_norm, self.k_norm = norm(), norm()
 
-  def __call__(self, x: Array, k_cache: Array, v_cache: Array, call: Call):
-    """``x [B, T, D]`` → ``(y [B, T, D], k_cache, v_cache)`` with T rows written at ``call.start``."""
+  def qkv(self, x: Array) -> tuple[Array, Array, Array]:
+    """``x [B, T, d_in]`` → q ``[B, T, Q, H]``, k and v ``[B, T, K, H]``, before rotation."""
     c = self.config
     batch, width, _ = x.shape
     q = self.q(x).reshape(batch, width, c.num_heads, c.head_dim)
     k = self.k(x).reshape(batch, width, c.num_kv_heads, c.head_dim)
     v = self.v(x).reshape(batch, width, c.num_kv_heads, c.head_dim)
-    if c.qk_norm:
-      q, k = self.q_norm(q), self.k_norm(k)
-    q, k = rotate(q, call.rope), rotate(k, call.rope)
-    y, k_cache, v_cache = write_and_attend(q, k, v, k_cache, v_cache, call, c.sliding_window)
-    return self.o(y.reshape(batch, width, -1)), k_cache, v_cache
+    return (self.q_norm(q), self.k_norm(k), v) if c.qk_norm else (q, k, v)
+
+  def __call__(self, x: Array, k_cache: Array, v_cache: Array, call: Call):
+    """``x [B, T, d_in]`` → ``(y [B, T, D], k_cache, v_cache)`` with T rows written at ``call.start``."""
+    y, k_cache, v_cache = rotate_and_attend(*self.qkv(x), k_cache, v_cache, call, self.config.sliding_window)
+    return self.o(y.reshape(*x.shape[:2], -1)), k_cache, v_cache
+
+
+def rotate_and_attend(q, k, v, k_cache, v_cache, call: Call, window: int | None):
+  """`write_and_attend` with ``q [B, T, Q, H]`` and ``k [B, T, K, H]`` at their positions."""
+  return write_and_attend(rotate(q, call.rope), rotate(k, call.rope), v, k_cache, v_cache, call, window)
 
 
 def divided(mesh: Mesh, axis: str, size: int) -> str | None:

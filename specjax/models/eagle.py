@@ -1,0 +1,211 @@
+"""The EAGLE-3 draft head (Li et al. 2025, arXiv 2503.01840): one decoder layer over the target's features."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from specjax import cache as kv
+from specjax.base import ModelOutput
+from specjax.models import layers
+from specjax.models.config import DecoderConfig
+from specjax.models.output import OutputLayer, check_draft_vocabulary, check_rank
+
+Array = jax.Array
+
+NUM_TAPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Config:
+  """Shapes of an EAGLE-3 head.
+
+  Attributes:
+    decoder: of the one draft layer: its own width D, heads and rope base; ``vocab_size`` is the target's V.
+    target_width: width of the target's hidden states and embeddings. Public heads have D = it.
+    tap_layers: three layers of the target whose *input* the head sees, e.g. ``(2, L // 2, L - 3)``.
+    draft_vocab_size: Vd, tokens the head can say; None: all V.
+    output_rank: of a factored output layer; None: one matrix.
+    norm_before_residual: what the layer adds to is the normed feature instead of the feature (a field of
+      the speculators project).
+  """
+
+  decoder: DecoderConfig
+  target_width: int
+  tap_layers: tuple[int, ...]
+  draft_vocab_size: int | None = None
+  output_rank: int | None = None
+  norm_before_residual: bool = False
+
+  def __post_init__(self):
+    object.__setattr__(self, "tap_layers", tuple(self.tap_layers))
+    if self.decoder.num_layers != 1:
+      raise ValueError(f"Eagle3Config.decoder.num_layers = {self.decoder.num_layers}; it must be 1")
+    if not isinstance(self.target_width, int) or self.target_width < 1:
+      raise ValueError(f"Eagle3Config.target_width = {self.target_width!r}; it must be an integer >= 1")
+    taps = self.tap_layers
+    whole = len(taps) == NUM_TAPS and all(isinstance(t, int) and t >= 0 for t in taps)
+    if not whole or list(taps) != sorted(set(taps)):
+      raise ValueError(
+        f"Eagle3Config.tap_layers = {taps}; it must be {NUM_TAPS} ascending layers, the first not below 0"
+      )
+    check_draft_vocabulary(self.draft_vocab_size, self.decoder.vocab_size, "Eagle3Config")
+    check_rank(self.output_rank, "Eagle3Config")
+
+  def check_target(self, target: DecoderConfig) -> None:
+    """Raises ``ValueError``, naming the field, unless the head fits the target."""
+    if self.target_width != target.d_model:
+      raise ValueError(
+        f"EAGLE-3 head: it reads features and embeddings of width {self.target_width}; the target's have "
+        f"{target.d_model}"
+      )
+    if self.decoder.vocab_size != target.vocab_size:
+      raise ValueError(
+        f"EAGLE-3 head: vocab_size = {self.decoder.vocab_size}; the target's is {target.vocab_size}"
+      )
+    if self.tap_layers[-1] > target.num_layers:
+      raise ValueError(
+        f"EAGLE-3 head: tap_layers = {self.tap_layers}; the target has {target.num_layers} layers"
+      )
+
+
+def default_tap_layers(num_layers: int) -> tuple[int, int, int]:
+  """The layers whose inputs EAGLE-3's authors take from a target of ``num_layers``: low, middle, high.
+
+  Raises:
+    ValueError: the target has fewer than 7 layers, where these are not three ascending ones.
+  """
+  taps = (2, num_layers // 2, num_layers - 3)
+  if not taps[0] < taps[1] < taps[2]:
+    raise ValueError(f"num_layers = {num_layers}: a target of fewer than 7 layers has no default tap_layers")
+  return taps
+
+
+class Eagle3Layer(nnx.Module):
+  """The draft layer: attention over ``[norm(embedding), norm(feature)]``, then a gated feed-forward.
+
+  Split in two, so that training can attend in a way of its own between `qkv` and `finish`.
+  """
+
+  def __init__(self, config: Eagle3Config, *, dtype, rngs: nnx.Rngs):
+    c = config.decoder
+    norm = lambda size: layers.RMSNorm(size, eps=c.norm_eps, dtype=dtype)
+    self.norm_before_residual = config.norm_before_residual
+    self.embedding_norm = norm(config.target_width)
+    self.feature_norm = norm(c.d_model)
+    self.attention = layers.Attention(c, d_in=config.target_width + c.d_model, dtype=dtype, rngs=rngs)
+    self.ff_norm = norm(c.d_model)
+    self.ff = layers.FeedForward(c, dtype=dtype, rngs=rngs)
+
+  def qkv(self, embeddings: Array, features: Array) -> tuple[Array, Array, Array]:
+    """``[B, T, D_target]``, ``[B, T, D]`` → q ``[B, T, Q, H]``, k, v ``[B, T, K, H]``, before rotation."""
+    normed = (self.embedding_norm(embeddings), self.feature_norm(features))
+    return self.attention.qkv(jnp.concatenate(normed, axis=-1))
+
+  def residual(self, features: Array) -> Array:
+    """What the layer adds to, ``[B, T, D]``: the features as they are, or normed ones (see the config)."""
+    return self.feature_norm(features) if self.norm_before_residual else features
+
+  def finish(self, residual: Array, attended: Array) -> Array:
+    """The layer's output ``[B, T, D]`` from what attention gave, ``[B, T, Q, H]``."""
+    x = residual + self.attention.o(attended.reshape(*attended.shape[:2], -1))
+    return x + self.ff(self.ff_norm(x))
+
+
+class Eagle3(nnx.Module):
+  """An EAGLE-3 head; a pytree of parameters with a frozen config.
+
+  At row t it sees the target's feature of position t and the *next* token's embedding (the target's own
+  table), and predicts the token after that: ``g_t = fc([low_t, middle_t, high_t])``,
+  ``h_t = layer(embed(x_{t+1}), g_t)``, ``logits = output(norm(h_t))``. Where the target has no feature yet,
+  the head's own output h takes the place of g, as it is: neither `norm` nor `fc` touches what recurs.
+  """
+
+  def __init__(
+    self, config: Eagle3Config, *, ids: Sequence[int] | np.ndarray | None = None, dtype, rngs: nnx.Rngs
+  ):
+    """
+    Args:
+      ids: the draft vocabulary, ascending ids of the target, as many as ``config.draft_vocab_size``.
+
+    Raises:
+      ValueError: ids that do not fit.
+    """
+    given, wanted = None if ids is None else len(ids), config.draft_vocab_size
+    if given != wanted:
+      raise ValueError(f"Eagle3: {given} ids are given, config.draft_vocab_size = {wanted}")
+    c = self.config = config
+    width = c.decoder.d_model
+    self.mesh = None  # as in `Decoder`
+    self.fc = layers.Linear(NUM_TAPS * c.target_width, width, dtype=dtype, rngs=rngs)
+    self.layer = Eagle3Layer(c, dtype=dtype, rngs=rngs)
+    self.norm = layers.RMSNorm(width, eps=c.decoder.norm_eps, dtype=dtype)
+    self.output = OutputLayer(
+      width, c.decoder.vocab_size, ids=ids, rank=c.output_rank, dtype=dtype, rngs=rngs
+    )
+
+  @property
+  def dtype(self):
+    return self.fc.weight.dtype
+
+  @property
+  def ids(self) -> Array | None:
+    """int32 ``[Vd]``, the target's id of each logit; None: its own."""
+    return self.output.ids
+
+  def init_cache(self, batch: int, slots: int) -> kv.KVCache:
+    """An empty cache of one layer, at least ``slots`` slots a row, in the head's type."""
+    c = self.config.decoder
+    return kv.create(1, batch, c.num_kv_heads, slots, c.head_dim, self.dtype)
+
+  def fuse(self, taps: Array) -> Array:
+    """The target's hidden states ``[..., 3, D_target]`` → features ``[..., D]``, in the head's type."""
+    return self.fc(taps.reshape(*taps.shape[:-2], -1).astype(self.dtype))
+
+  def __call__(
+    self,
+    embeddings: Array,
+    features: Array,
+    cache: kv.KVCache,
+    *,
+    depths: Array | None = None,
+    ancestors: Array | None = None,
+    scratch: Array | int = 0,
+    logits: bool = True,
+    implementation: str = "auto",
+  ) -> ModelOutput:
+    """One forward over T rows a sequence, behind the committed prefix of the head's own cache.
+
+    Args:
+      embeddings: ``[B, T, D_target]``, the target's embedding of the token *after* each row's position.
+      features: ``[B, T, D]``: `fuse` of the target's hidden states, or what recurs (``hidden`` of an
+        earlier call).
+      cache, depths, ancestors, scratch, implementation: as for `Decoder.__call__`; row t has the rotary
+        position ``cache.length + depths[t]``.
+      logits: whether to compute them.
+
+    Returns:
+      `ModelOutput`: float32 logits ``[B, T, Vd]`` over the *draft* vocabulary or None, the cache with
+      scratch rows, and ``hidden [B, T, D]``, what recurs.
+
+    Raises:
+      ValueError: ``scratch`` without ``ancestors`` or ``depths``.
+    """
+    c = self.config.decoder
+    call = layers.new_call(
+      cache, embeddings.shape[1], c, depths, ancestors, scratch, implementation, self.mesh
+    )
+    features = features.astype(self.dtype)
+    q, k, v = self.layer.qkv(embeddings.astype(self.dtype), features)
+    attended, k, v = layers.rotate_and_attend(q, k, v, cache.k[0], cache.v[0], call, c.sliding_window)
+    hidden = self.layer.finish(self.layer.residual(features), attended)
+    return ModelOutput(
+      logits=self.output(self.norm(hidden)) if logits else None,
+      cache=cache.replace(k=(k,), v=(v,)),
+      hidden=hidden,
+    )
