@@ -4,7 +4,7 @@ from tests.mutants import Mutant
 
 MASKS = "specjax/kernels/tree_attention/masks.py"
 REFERENCE = "specjax/kernels/tree_attention/reference.py"
-DECODER = "specjax/models/decoder.py"
+LAYERS = "specjax/models/layers.py"
 TEXT = "specjax/text.py"
 
 SUITE = "tests/kernels/test_reference.py::TestReference"
@@ -103,15 +103,15 @@ MUTANTS = (
   Mutant(
     "rotation by node",
     "rotary positions count nodes and not depth",
-    DECODER,
-    "positions = cache.length[:, None] + depths",
-    "positions = cache.length[:, None] + jnp.arange(width)",
+    LAYERS,
+    "rope=rope_table(cache.length[:, None] + depths, config)",
+    "rope=rope_table(cache.length[:, None] + jnp.arange(width), config)",
     (f"{DECODER_TESTS}::test_q2_each_branch_of_a_tree_is_a_chain",),
   ),
   Mutant(
     "scratch rows overwritten",
     "a level of a tree is written over the one before",
-    DECODER,
+    LAYERS,
     "start=cache.length + scratch",
     "start=cache.length + 0 * scratch",
     (f"{DECODER_TESTS}::test_a_tree_grown_level_by_level_is_the_tree_at_once",),
