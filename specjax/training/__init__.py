@@ -1,0 +1,1 @@
+"""Training of draft heads: data that the target writes, losses, the loop."""
