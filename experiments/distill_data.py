@@ -3,6 +3,7 @@
   python -m experiments.distill_data [--tokens=1000000] [--evaluation=QUESTIONS.jsonl] [--quick]
   python -m experiments.distill_data --conversations=FILE.jsonl [--rewrite_answers]
   python -m experiments.distill_data --conversations=TEXTS.jsonl --base
+  python -m experiments.distill_data --overlap_of=FOLDER --evaluation=QUESTIONS.jsonl
 
 Without a file the target writes questions, from the chat template up to the user's turn, and answers them.
 With ``--conversations`` answers are those of the file (ShareGPT's layout, or messages with roles). With
@@ -16,6 +17,7 @@ same bits; more ``--tokens`` add shards to those that are there. `specjax.traini
 
 Questions and answers that are there already are dropped, and so are questions that share 13 tokens in a row
 with one of ``--evaluation``; how many of its questions share 8 or 13 with any text is in the manifest.
+``--overlap_of`` counts the same of a data set that is there, and changes nothing.
 """
 
 from __future__ import annotations
@@ -36,12 +38,12 @@ from absl import flags
 from experiments import flags as shared
 from experiments import measure, results, runtime, summary
 from specjax.checkpoints import package
-from specjax.training import conversations, distill
+from specjax.training import conversations, distill, overlap
 from specjax.training.conversations import Conversation
-from specjax.training.data import ShardWriter, digest_of, read_manifest
+from specjax.training.data import Dataset, ShardWriter, digest_of, read_manifest
 from specjax.training.distill import Conversations, Distillation, Recipe
 from specjax.training.features import usual_taps
-from specjax.training.overlap import Evaluation
+from specjax.training.overlap import Evaluation, Filter
 
 TOKENS = flags.DEFINE_integer("tokens", None, "Answer tokens wanted in all. Default: 1000000, quick 500.", 1)
 SHARD_SAMPLES = flags.DEFINE_integer(
@@ -85,6 +87,9 @@ EVALUATION = flags.DEFINE_string(
   "",
   "JSONL of questions that models will be evaluated on: overlap with them is reported, and questions that "
   "share 13 tokens in a row with one are dropped.",
+)
+OVERLAP_OF = flags.DEFINE_string(
+  "overlap_of", "", "Folder of a data set: report what it shares with --evaluation, and write nothing."
 )
 QUICK = flags.DEFINE_bool("quick", False, "Few and short samples.", allow_override=True)
 
@@ -315,9 +320,7 @@ def show(path: str) -> None:
     [f"dropped: {name.replace('_', ' ')}", count] for name, count in report.get("dropped", {}).items()
   ]
   checked = report.get("evaluation")
-  for size, found in (checked or {}).get("sharing_n_grams", {}).items():
-    lines.append([f"of {checked['questions']} evaluation questions share {size} tokens", found["questions"]])
-    lines.append([f"samples that share {size} tokens with one", found["samples"]])
+  lines += _overlap_lines(checked) if checked else []
   rows = _log(path)
   seconds = sum(row["seconds"] for row in rows)
   if seconds:
@@ -333,6 +336,38 @@ def show(path: str) -> None:
   print(f"\n{path}: digest {manifest['digest']}")
 
 
+def _overlap_lines(checked: dict[str, Any]) -> list[list[Any]]:
+  """What `overlap.report` found, as lines of a table."""
+  lines = []
+  for size, found in checked["sharing_n_grams"].items():
+    lines.append([f"of {checked['questions']} evaluation questions share {size} tokens", found["questions"]])
+    lines.append([f"samples that share {size} tokens with one", found["samples"]])
+  return lines
+
+
+def show_overlap(path: str, asked: Sequence[str]) -> None:
+  """What the texts of a data set that is there share with evaluation questions.
+
+  Raises:
+    ValueError: a data set that another model's tokens are in.
+  """
+  data, job = Dataset.open(path), runtime.load_job([summary.BASELINE])
+  tokenizer = job.target.tokenizer
+  here, there = distill.model_digest(job.target.model), data.manifest["provenance"]["model"]["sha256"]
+  if here != there:
+    raise ValueError(
+      f"--overlap_of = {path!r} is of a model with sha256 = {there[:12]}…; --model has {here[:12]}…"
+    )
+  evaluation = Evaluation(asked, lambda text: tokenizer.encode(text, add_bos=False))
+  keep = Filter([], evaluation)
+  for i in tqdm.tqdm(range(len(data)), desc="overlap", unit="sample", file=sys.stderr):
+    sample = data[i]
+    keep.count(*(tokenizer.decode(sample.tokens[part]) for part in (~sample.mask, sample.mask)))
+  checked = overlap.report([keep.info()], evaluation)["evaluation"]
+  results.table([f"{len(data)} samples", ""], _overlap_lines(checked))
+  print(f"\n{path}: digest {data.manifest['digest']}")
+
+
 def _log(path: str) -> list[dict[str, Any]]:
   """Whole lines of the log; times are for reading, nothing depends on them."""
   file = os.path.join(path, LOG)
@@ -343,6 +378,11 @@ def _log(path: str) -> list[dict[str, Any]]:
 
 
 def main(_: Sequence[str]) -> None:
+  if OVERLAP_OF.value:
+    if not EVALUATION.value:
+      raise ValueError("--overlap_of needs --evaluation, the questions to compare with")
+    show_overlap(OVERLAP_OF.value, _messages_of_users(EVALUATION.value))
+    return
   plan = plan_from_flags()
   found = conversations.read(CONVERSATIONS.value) if CONVERSATIONS.value else None
   asked = _messages_of_users(EVALUATION.value) if EVALUATION.value else None

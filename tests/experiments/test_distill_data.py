@@ -66,6 +66,22 @@ def test_writes_goes_on_and_is_found_again(script, tmp_path, monkeypatch, capsys
   assert read_manifest(path) == second
 
 
+def test_overlap_of_a_data_set_that_is_there(script, tmp_path, capsys):
+  """A question that is a sample's answer is found; nothing is written: the folder is as it was."""
+  path = str(tmp_path / "own")
+  assert script("--tokens=1", "--nofeatures", f"--output={path}", *SMALL) == 0
+  sample, before = Dataset.open(path)[0], sorted(os.listdir(path))
+  answer = letters_tokenizer().decode(sample.tokens[sample.mask])
+  evaluation = jsonl(tmp_path / "q.jsonl", {"turns": [answer]}, {"turns": ["0123456789"]})
+  capsys.readouterr()
+  assert script(f"--overlap_of={path}", f"--evaluation={evaluation}") == 0
+  shown = capsys.readouterr().out
+  line = next(line for line in shown.splitlines() if "of 2 evaluation questions share 13" in line)
+  assert line.split()[-1] == "1" and sorted(os.listdir(path)) == before
+  assert script(f"--overlap_of={path}") == 2
+  assert "--overlap_of needs --evaluation" in error_of(capsys)
+
+
 def test_other_settings_are_other_data(script, tmp_path, capsys):
   """Another seed has a folder of its own; in a folder that is named it is refused."""
   for seed in (0, 1):
