@@ -29,11 +29,19 @@ MODEL = flags.DEFINE_string(
 DRAFT_MODEL = flags.DEFINE_string(
   "draft_model", "", "Draft model of --drafter=two_model (or the weights of a drafter from outside)."
 )
+DRAFTER_PATH = flags.DEFINE_list(
+  "drafter_path",
+  [],
+  "Folders of trained heads, one of a kind, with commas between: EAGLE-3 (--drafter=eagle3), Medusa "
+  "(--drafter=medusa), or a draft decoder made for the target (--drafter=two_model, instead of "
+  "--draft_model). EAGLE-3 and Medusa files of other projects are read as they are.",
+)
 DRAFTER = flags.DEFINE_string(
   "drafter",
   AUTO,
   f"{AUTO}, or one of {', '.join(DRAFTERS)}, or package.module:factory; options in brackets: "
-  "prompt_lookup[matches=8,nodes=9], two_model[branching=(3,2)]; two_model[layers=4] drafts with the "
+  "prompt_lookup[matches=8,nodes=9], two_model[branching=(3,2)], eagle3[nodes=8,beam=3] (a tree that follows "
+  "the draft's probabilities), medusa[tree=((0,),(1,),(0,0))]; two_model[layers=4] drafts with the "
   "target's own first layers and needs no --draft_model. A controller chooses each round's width "
   f"({', '.join(CONTROLS)}): adaptive[of=prompt_lookup], or with widths of your own "
   f"adaptive[of=prompt_lookup[window=2]|prompt_lookup[window=7]]. {AUTO}: {CHOICE}.",
@@ -41,7 +49,7 @@ DRAFTER = flags.DEFINE_string(
 WINDOW = flags.DEFINE_integer(
   "window",
   None,
-  "Drafts a round. Default: 7 for prompt_lookup, 4 for two_model, the factory's own for others.",
+  "Drafts a round. Default: 7 for prompt_lookup, 4 for two_model, 3 for eagle3 and medusa.",
 )
 RULE = flags.DEFINE_string(
   "rule",
@@ -55,7 +63,8 @@ DRAFT_POLICY = flags.DEFINE_enum(
   "draft_policy",
   "auto",
   ["auto", "sample", "sample_without_replacement", "top_k"],
-  "How two_model picks its drafts. auto: top_k at temperature 0, otherwise sample.",
+  "How two_model and eagle3 pick their drafts. auto: top_k at temperature 0 and for dynamic trees, otherwise "
+  "sample.",
 )
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0 is greedy.", 0.0, 1e4)
 TOP_K = flags.DEFINE_integer("top_k", 0, "Keep the k most likely tokens; 0 is off.", 0, 2**31 - 1)
@@ -150,6 +159,13 @@ def _is_file(text: str) -> bool:
   return True
 
 
+def _are_folders(paths: Sequence[str]) -> bool:
+  for path in paths:
+    if not os.path.isdir(path):
+      raise flags.ValidationError(f"--drafter_path: {path!r} is not a folder")
+  return True
+
+
 def _is_drafter(text: str) -> bool:
   try:
     return parse_method(text).is_known
@@ -206,8 +222,12 @@ def _consistent(values: dict) -> bool:
   rule, window = values["rule"], values["window"]
   method = parse_method(values["drafter"])
   drafter = method.drafter
-  if method.needs_draft_model and not values["draft_model"]:
-    raise flags.ValidationError("--drafter=two_model needs --draft_model, or two_model[layers=…]")
+  if method.needs_draft_model and not values["draft_model"] and not values["drafter_path"]:
+    raise flags.ValidationError(
+      "--drafter=two_model needs --draft_model, --drafter_path, or two_model[layers=…]"
+    )
+  if method.needs_head and not values["drafter_path"]:
+    raise flags.ValidationError(f"--drafter={values['drafter']} needs --drafter_path")
   if values["min_new_tokens"] > values["max_new_tokens"]:
     least, most = values["min_new_tokens"], values["max_new_tokens"]
     raise flags.ValidationError(f"--min_new_tokens={least} is more than --max_new_tokens={most}")
@@ -230,13 +250,24 @@ flags.register_validator(
 )
 flags.register_validator("rule", _is_rule)
 flags.register_validator("calibration", _is_file)
+flags.register_validator("drafter_path", _are_folders)
 for _name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
   # A comparison with a bound says nothing about NaN.
   flags.register_validator(_name, lambda value: value == value, "it must be a number")
 flags.register_validator("logit_bias", _is_bias)
 flags.register_validator("mesh", _mesh_ok)
 flags.register_multi_flags_validator(
-  ["drafter", "draft_model", "rule", "temperature", "window", "min_new_tokens", "max_new_tokens"], _consistent
+  [
+    "drafter",
+    "draft_model",
+    "drafter_path",
+    "rule",
+    "temperature",
+    "window",
+    "min_new_tokens",
+    "max_new_tokens",
+  ],
+  _consistent,
 )
 
 

@@ -66,6 +66,7 @@ NOT_USED = (
   "logit_bias",
   "chat",
   "draft_model",
+  "drafter_path",
   "drafter",
   "draft_policy",
   "rule",

@@ -78,6 +78,8 @@ def rewind(state: DecodeState, length: Array | int) -> DecodeState:
   drafter = state.drafter
   if hasattr(drafter, "cache"):  # a draft model's own cache
     drafter = drafter.replace(cache=drafter.cache.replace(length=lengths - 1))
+  if hasattr(drafter, "seen"):  # and how many of the target's features a head has
+    drafter = drafter.replace(seen=lengths - 1)
   return state.replace(
     length=lengths,
     finish=jnp.full_like(state.finish, Finish.NONE),

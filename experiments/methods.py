@@ -27,7 +27,13 @@ WIDTHS = {
     "prompt_lookup[matches=4,nodes=8,window=5]",
   ),
   "two_model": ("two_model[window=3]", "two_model[window=7]", "two_model[branching=(2,),window=3]"),
+  "eagle3": ("eagle3[window=3]", "eagle3[window=7]", "eagle3[nodes=8,beam=3,window=4]"),
+  "medusa": ("medusa[window=3]", "medusa[tree=((0,),(1,),(2,),(0,0),(0,1),(1,0),(0,0,0))]"),
 }
+# The kind of trained head that a drafter runs with, see `checkpoints.load_head`.
+HEADS = {"eagle3": "eagle3", "medusa": "medusa", "two_model": "draft"}
+# Options that say what shape a draft has.
+_SHAPE = frozenset({"window", "branching", "matches", "nodes", "beam", "tree"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +60,7 @@ class MethodText:
   @property
   def takes_window(self) -> bool:
     """Whether --window says anything about it: where all widths name their own it does not."""
-    return any("window" not in parse_drafter(width)[1] for width in self.widths)
+    return any(not parse_drafter(width)[1].keys() & {"window", "tree"} for width in self.widths)
 
   @property
   def drafters(self) -> tuple[str, ...]:
@@ -73,7 +79,18 @@ class MethodText:
 
   @property
   def needs_draft_model(self) -> bool:
+    """Whether it drafts with another model: that of --draft_model, or a head made for the target."""
     return self.drafter == "two_model" and self.layers is None
+
+  @property
+  def head(self) -> str | None:
+    """The kind of trained head that it takes, None if none."""
+    return HEADS.get(self.drafter) if self.layers is None else None
+
+  @property
+  def needs_head(self) -> bool:
+    """Whether it runs with nothing else."""
+    return self.head is not None and not self.needs_draft_model
 
 
 def parse_method(text: str) -> MethodText:
@@ -113,7 +130,7 @@ def make_control(text: str, name: str, own: dict[str, Any]):
 def _usual_widths(drafter: str, *, chains_only: bool) -> tuple[str, ...]:
   """The drafter at its usual widths, with the options it has; one that names its shape is taken as it is."""
   name, own = parse_drafter(drafter)
-  if name not in WIDTHS or own.keys() & {"window", "branching", "matches", "nodes"}:
+  if name not in WIDTHS or own.keys() & _SHAPE:
     return (drafter,)
   usual = [width for width in WIDTHS[name] if not (chains_only and _is_tree(width))]
   widths = (parse_drafter(width)[1] for width in usual)
@@ -122,7 +139,7 @@ def _usual_widths(drafter: str, *, chains_only: bool) -> tuple[str, ...]:
 
 def _is_tree(drafter: str) -> bool:
   own = parse_drafter(drafter)[1]
-  return own.get("matches", 1) != 1 or bool(own.get("branching"))
+  return own.get("matches", 1) != 1 or any(own.get(name) for name in ("branching", "nodes", "tree"))
 
 
 def _own_layers(text: str) -> tuple[str, int | None]:

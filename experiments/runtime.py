@@ -7,7 +7,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,24 +17,23 @@ import numpy as np
 import specjax
 from experiments import calibration, results
 from experiments import flags as shared
-from experiments.methods import AUTO, CHOICE, MethodText, make_control, parse_method
+from experiments import heads as trained
+from experiments.methods import AUTO, CHOICE, HEADS, MethodText, make_control, parse_method
 from specjax import control
 from specjax.base import Drafter, Rule
-from specjax.checkpoints import LoadedModel, check_same_vocabulary, load_model, package
+from specjax.checkpoints import DraftHead, LoadedModel, check_same_vocabulary, load_model, package
 from specjax.decode import DecodeConfig, Weights
 from specjax.drafters import make_drafter, parse_drafter
 from specjax.kernels.tree_attention import Choice, choose
-from specjax.models import Decoder
+from specjax.models import DecoderConfig
 from specjax.models.decoder import truncated
 from specjax.models.sharding import make_mesh, shard_model
 from specjax.sampling import MIN_TEMPERATURE, Settings
 from specjax.verify import make_rule
 
-DEFAULT_WINDOWS = {"prompt_lookup": 7, "two_model": 4}
+DEFAULT_WINDOWS = {"prompt_lookup": 7, "two_model": 4, "eagle3": 3, "medusa": 3}
 # Drafters that often propose nothing; such a round then runs the target over the roots alone.
 _OFTEN_SILENT = frozenset({"prompt_lookup"})
-# What a step of a drafter without weights is taken to cost, in plain rounds, where it was not measured.
-_FREE_DRAFT = 0.02
 # Limits are rounded up to this, so that prompts of about one length share a compiled program.
 LENGTH_MULTIPLE = 128
 
@@ -63,6 +62,7 @@ class Job:
     mesh: None is one device.
     chat: prompts go into the chat template.
     times: seconds of ``download_s`` and ``load_s``.
+    heads: trained heads by their kind.
   """
 
   target: LoadedModel
@@ -70,6 +70,7 @@ class Job:
   mesh: jax.sharding.Mesh | None
   chat: bool
   times: dict[str, float]
+  heads: Mapping[str, DraftHead] = dataclasses.field(default_factory=dict)
 
   @property
   def stop_ids(self) -> tuple[int, ...]:
@@ -143,10 +144,7 @@ def load_job(drafters: Sequence[str]) -> Job:
   mesh = make_mesh(shared.MESH.value)
   times: dict[str, float] = {"download_s": 0.0, "load_s": 0.0}
   methods = [parse_method(drafter) for drafter in drafters]
-  if any(method.needs_draft_model for method in methods) and not shared.DRAFT_MODEL.value:
-    raise ValueError("drafter two_model needs --draft_model, or two_model[layers=…]")
-  if shared.DRAFT_MODEL.value and not any(method.uses_draft_model for method in methods):
-    raise ValueError(f"--draft_model is not used by {', '.join(drafters)}; pass --drafter=two_model")
+  trained.check_sources(drafters, methods, shared.DRAFT_MODEL.value, shared.DRAFTER_PATH.value)
   target = _load(shared.MODEL.value, mesh, times)
   if target.tokenizer is None:
     raise ValueError(f"--model = {shared.MODEL.value!r} has no tokenizer beside its weights")
@@ -159,7 +157,12 @@ def load_job(drafters: Sequence[str]) -> Job:
   chat = has_template if shared.CHAT.value is None else shared.CHAT.value
   if chat and not has_template:
     raise ValueError(f"--chat: the tokenizer of {shared.MODEL.value!r} has no chat template; use --nochat")
-  return Job(target, draft, mesh, chat, times)
+  heads: dict[str, DraftHead] = {}
+  if shared.DRAFTER_PATH.value:
+    with progress(f"loading {', '.join(shared.DRAFTER_PATH.value)}", times, "load_s"):
+      heads = trained.load(shared.DRAFTER_PATH.value, target, jnp.dtype(shared.DTYPE.value), mesh)
+  trained.check_kinds(heads, methods, draft)
+  return Job(target, draft, mesh, chat, times, heads)
 
 
 def _load(source: str, mesh: jax.sharding.Mesh | None, times: dict[str, float]) -> LoadedModel:
@@ -208,16 +211,20 @@ def make_method(job: Job, name: str, limit: int) -> Method:
     alternatives=tuple(alternatives),
     logprobs=shared.LOGPROBS.value,
   )
-  draft = _draft_model(job, name)
+  draft = _drafter_weights(job, name)
   beliefs, source = None, None
   if method.control == "adaptive":
     beliefs, source = _beliefs(job, method, config, draft)
   return Method(name, config, Weights(job.target.model, draft, beliefs=beliefs), source)
 
 
-def _draft_model(job: Job, text: str) -> Decoder | None:
+def _drafter_weights(job: Job, text: str) -> Any:
+  """Of whichever of a head, a draft model and the target's own layers it drafts with; None for none."""
   method = parse_method(text)
   if method.layers is None:
+    head = job.heads.get(method.head)
+    if head is not None:
+      return trained.weights(head, job.target.model)
     return job.draft.model if job.draft is not None and method.uses_draft_model else None
   try:
     return truncated(job.target.model, method.layers)
@@ -226,9 +233,7 @@ def _draft_model(job: Job, text: str) -> Decoder | None:
     raise ValueError(f"drafter = {text!r}: layers = {method.layers}; it must be in [1, {most}]") from None
 
 
-def _beliefs(
-  job: Job, method: MethodText, config: DecodeConfig, draft: Decoder | None
-) -> tuple[control.Beliefs, str]:
+def _beliefs(job: Job, method: MethodText, config: DecodeConfig, draft: Any) -> tuple[control.Beliefs, str]:
   """What an adaptive controller believes of the widths beforehand, and where that comes from."""
   key = calibration_key(job)
   table = calibration.load(key)
@@ -240,25 +245,38 @@ def _beliefs(
     settings = dict(temperature=shared.TEMPERATURE.value, length_limit=config.length_limit)
     beliefs = calibration.beliefs(table, method.widths, config.trees, batch=batch, **settings)
     return beliefs, f"calibration of {table.made}"
-  size = lambda model: sum(leaf.nbytes for leaf in jax.tree.leaves(model))
-  step = _FREE_DRAFT if draft is None else size(draft) / size(job.target.model)
+  step = trained.draft_step(draft, job.target.model, config.trees)
   return control.assumed(config.trees, draft_step=step, batch=batch), f"assumed: {why}"
 
 
 def _make_drafter(job: Job, text: str, layers: int | None) -> Drafter:
-  name, _ = parse_drafter(text)
+  name, own = parse_drafter(text)
   window = DEFAULT_WINDOWS.get(name) if shared.WINDOW.value is None else shared.WINDOW.value
-  options = {} if window is None or name == "none" else {"window": window}
-  if name == "two_model":
+  options = {} if window is None or name == "none" or "tree" in own else {"window": window}
+  target = job.target.config
+  if name in ("two_model", "eagle3", "medusa"):
+    options |= dict(vocab_size=target.vocab_size, num_real_tokens=target.num_real_tokens)
+  if name in ("two_model", "eagle3"):
     policy = shared.DRAFT_POLICY.value
+    likeliest = greedy() or "nodes" in own
     options |= dict(
-      vocab_size=job.target.config.vocab_size,
-      num_real_tokens=job.target.config.num_real_tokens,
-      max_length=(job.target if layers else job.draft).config.max_length,
-      policy=("top_k" if greedy() else "sample") if policy == "auto" else policy,
+      max_length=_draft_config(job, name, layers).max_length,
+      policy=("top_k" if likeliest else "sample") if policy == "auto" else policy,
       implementation=shared.ATTENTION.value,
     )
+  if name == "eagle3":
+    options |= dict(taps=job.heads["eagle3"].config.tap_layers)
+  if name == "medusa":
+    options |= dict(num_heads=job.heads["medusa"].config.num_heads, taps=(target.num_layers,))
   return make_drafter(text, **options)
+
+
+def _draft_config(job: Job, name: str, layers: int | None) -> DecoderConfig:
+  """Of the decoder that drafts."""
+  if layers:
+    return job.target.config
+  head = job.heads.get(HEADS[name])
+  return job.draft.config if head is None else head.config.decoder
 
 
 def _make_rule(drafters: Sequence[Drafter]) -> Rule:
@@ -276,11 +294,11 @@ def _make_rule(drafters: Sequence[Drafter]) -> Rule:
 
 
 def calibration_key(job: Job) -> dict[str, Any]:
-  """What costs depend on: device, target, draft model, parameter type, attention and versions."""
+  """What costs depend on: device, target, draft model, heads, parameter type, attention and versions."""
   about = results.environment()
   plain = make_method(job, "none", LENGTH_MULTIPLE)
   key = {name: about[name] for name in ("platform", "device_kind", "cpu", "cpu_count", "device_count")}
-  return key | {
+  key |= {
     "model": job.target.source,
     "draft_model": job.draft.source if job.draft else None,
     "parameters": sum(leaf.size for leaf in jax.tree.leaves(job.target.model)),
@@ -290,6 +308,9 @@ def calibration_key(job: Job) -> dict[str, Any]:
     "jax": about["versions"]["jax"],
     "jaxlib": about["versions"]["jaxlib"],
   }
+  if job.heads:
+    key["heads"] = ",".join(f"{kind} {trained.digest(head)}" for kind, head in sorted(job.heads.items()))
+  return key
 
 
 def same_text(rule: Rule) -> bool:

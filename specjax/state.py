@@ -87,7 +87,7 @@ class DecodeConfig:
   @property
   def slots(self) -> int:
     """Capacity of every buffer: the length limit and the widest round behind it."""
-    needed = self.length_limit + max(tree.num_nodes for tree in self.trees)
+    needed = self.length_limit + max(tree.num_rows for tree in self.trees)
     return -(-needed // kv.SLOT_MULTIPLE) * kv.SLOT_MULTIPLE
 
   @property

@@ -115,6 +115,11 @@ class TokenTree:
   def num_nodes(self) -> int:
     return len(self.parents)
 
+  @property
+  def num_rows(self) -> int:
+    """Rows behind the committed ones that a buffer must have room for: one a node."""
+    return self.num_nodes
+
   @functools.cached_property
   def depths(self) -> np.ndarray:
     """int32 ``[N]``: distance from the root, ``depths[0] == 0``."""
@@ -246,10 +251,18 @@ class DynamicTree:
 
 @dataclasses.dataclass(frozen=True)
 class TreeBudget:
-  """What a drafter of dynamic trees announces: how many nodes, the root included, and how deep."""
+  """What a drafter of dynamic trees announces.
+
+  Attributes:
+    num_nodes: N, the root included.
+    max_depth: G.
+    drafted: rows that a round writes into a cache of the drafter's own; it may draft more nodes than it
+      proposes.
+  """
 
   num_nodes: int
   max_depth: int
+  drafted: int = 0
 
   is_chain = False
 
@@ -258,6 +271,11 @@ class TreeBudget:
       raise ValueError(f"TreeBudget.num_nodes = {self.num_nodes}; it must be in [1, {MAX_NODES}]")
     if not 0 <= self.max_depth < self.num_nodes:
       raise ValueError(f"TreeBudget.max_depth = {self.max_depth}; it must be in [0, {self.num_nodes - 1}]")
+
+  @property
+  def num_rows(self) -> int:
+    """Rows behind the committed ones that a buffer must have room for."""
+    return max(self.num_nodes, self.drafted)
 
 
 def alike(trees: Sequence[TokenTree | TreeBudget]) -> tuple[tuple[int, ...], ...]:

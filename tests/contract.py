@@ -23,6 +23,7 @@ from specjax.sampling import Settings
 from specjax.testing import ScriptedControl, TruthDrafter, perturbed, tiny_model
 from specjax.tree import TokenTree
 from specjax.verify import make_rule
+from tests import heads
 
 VOCAB = 61
 WINDOW = 4
@@ -82,6 +83,7 @@ class DrafterCase:
     rules: names of the rules it runs with.
     ragged: rows of a greedy batch are known to accept different numbers of drafts.
     accepts: drafts accepted in every round that the end does not cut, where known.
+    deep: rounds that accept two drafts and more are known to be many.
     changes: fields of `DecodeConfig`.
     caches: ``state.drafter → {name: (model, KVCache)}``, caches whose rows must equal a fresh prefill.
   """
@@ -90,24 +92,60 @@ class DrafterCase:
   rules: tuple[str, ...] = ANY_CHAIN
   ragged: bool = True
   accepts: int | None = None
+  deep: bool = False
   caches: Callable[[Any], dict] = lambda state: {}
   changes: dict = dataclasses.field(default_factory=dict)
 
 
-def two_model(model, policy, branching=()):
-  return two_model_drafter(model, policy, branching), model
+def two_model(model, policy, branching=(), **options):
+  return two_model_drafter(model, policy, branching, **options), model
 
 
-def two_model_drafter(model, policy, branching=(), window=WINDOW):
+def two_model_drafter(model, policy, branching=(), window=WINDOW, **options):
   return make_drafter(
     "two_model",
     window=window,
     branching=branching,
+    **options,
     vocab_size=VOCAB,
     num_real_tokens=VOCAB,
     max_length=model.config.max_length,
     policy=policy,
   )
+
+
+@functools.cache
+def eagle3_weights():
+  """Often right on the plain texts, which its output layer is fitted to."""
+  return heads.eagle3(target(), plain_texts(), plain_lengths())
+
+
+def eagle3_drafter(window=WINDOW, **options):
+  sizes = dict(vocab_size=VOCAB, num_real_tokens=VOCAB, max_length=512, taps=heads.TAPS)
+  return make_drafter("eagle3", window=window, **sizes, **options)
+
+
+def eagle3(**options):
+  return eagle3_drafter(**options), eagle3_weights()
+
+
+def eagle3_caches(state):
+  return {"head": (heads.EagleRows(target(), eagle3_weights()), state.cache)}
+
+
+def medusa(**shape):
+  sizes = dict(vocab_size=VOCAB, num_real_tokens=VOCAB, num_heads=3, taps=(2,))
+  weights = heads.medusa(target(), plain_texts(), plain_lengths())
+  return make_drafter("medusa", **shape, **sizes), weights
+
+
+# Two thirds of the tokens, and a draft that says no others.
+IDS = tuple(i for i in range(VOCAB) if i % 3)
+
+
+@functools.cache
+def reduced_draft():
+  return heads.draft_decoder(target(), draft(), IDS)
 
 
 def last_token(window: int = WINDOW):
@@ -236,6 +274,47 @@ DRAFTERS: dict[str, DrafterCase] = {
       ),
     ),
   ),
+  "two_model_dynamic": DrafterCase(
+    lambda: two_model(draft(), "top_k", nodes=7, beam=3),
+    rules=("greedy", "draw_and_follow"),
+    caches=lambda state: {"draft": (draft(), state.cache)},
+  ),
+  "two_model_draft_vocabulary": DrafterCase(
+    lambda: two_model(reduced_draft(), "sample"),
+    rules=("speculative_sampling", "greedy"),
+    caches=lambda state: {"draft": (reduced_draft(), state.cache)},
+  ),
+  "eagle3_chain_sample": DrafterCase(
+    lambda: eagle3(policy="sample"), rules=(*ANY_CHAIN, "block_verification"), deep=True, caches=eagle3_caches
+  ),
+  "eagle3_tree_top_k": DrafterCase(
+    lambda: eagle3(branching=(2, 2), policy="top_k"),
+    rules=("greedy", "draw_and_follow", "recursive_rejection"),
+    deep=True,
+    caches=eagle3_caches,
+  ),
+  "eagle3_dynamic": DrafterCase(
+    lambda: eagle3(nodes=7, beam=3), rules=("greedy", "draw_and_follow"), deep=True, caches=eagle3_caches
+  ),
+  "medusa_tree": DrafterCase(
+    lambda: medusa(tree=((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0))),
+    rules=("greedy", "draw_and_follow", "traversal_verification"),
+    deep=True,
+  ),
+  # A ring that holds hardly more than a round, and more plain rounds than fit it.
+  "eagle3_widths": DrafterCase(
+    lambda: eagle3(policy="sample", ring=5),
+    rules=("traversal_verification", "greedy"),
+    caches=eagle3_caches,
+    changes=dict(
+      control=ScriptedControl((3, 0, 1, 2, 4, 0, 0, 0, 0, 0)),
+      alternatives=(
+        eagle3_drafter(2, policy="sample", ring=5),
+        eagle3_drafter(3, branching=(2, 2), policy="sample", ring=5),
+        eagle3_drafter(3, nodes=6, beam=2, ring=5),
+      ),
+    ),
+  ),
   "from_outside": DrafterCase(
     lambda: (make_drafter("tests.contract:last_token", window=WINDOW), None), rules=("greedy",), ragged=False
   ),
@@ -266,6 +345,16 @@ LONGER = {
   ("two_model_tree_top_k", "recursive_rejection"),
   ("prompt_lookup_widths", "draw_and_follow"),
   ("two_model_widths", "traversal_verification"),
+  ("two_model_dynamic", "draw_and_follow"),
+  ("two_model_draft_vocabulary", "greedy"),
+  ("two_model_draft_vocabulary", "speculative_sampling"),
+  *(("eagle3_chain_sample", rule) for rule in (*ANY_CHAIN[:2], "speculative_sampling")),
+  *(("eagle3_tree_top_k", rule) for rule in ("greedy", "draw_and_follow", "recursive_rejection")),
+  ("eagle3_dynamic", "draw_and_follow"),
+  ("medusa_tree", "draw_and_follow"),
+  ("medusa_tree", "traversal_verification"),
+  ("eagle3_widths", "traversal_verification"),
+  ("eagle3_widths", "greedy"),
 }
 
 
@@ -349,3 +438,8 @@ def plain_texts() -> np.ndarray:
   for row, (prompt, result) in enumerate(zip(PROMPTS, plain())):
     texts[row, : len(prompt) + len(result.tokens)] = (*prompt, *result.tokens)
   return texts
+
+
+def plain_lengths() -> list[int]:
+  """How many tokens each of them has."""
+  return [len(prompt) + len(result.tokens) for prompt, result in zip(PROMPTS, plain())]

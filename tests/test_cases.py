@@ -21,7 +21,7 @@ from specjax.testing import (
 )
 from specjax.tree import TokenTree
 from specjax.verify import RULES, make_rule
-from tests import contract
+from tests import contract, heads
 
 V = contract.VOCAB
 SMALL = tiny_model(2, num_layers=1)
@@ -228,9 +228,14 @@ def test_invalid_drafts_are_never_accepted(name):
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_q6_every_drafter_runs_as_it_comes(name):
-  """With no option but what a model must say about itself."""
-  options = dict(window=4, vocab_size=V, num_real_tokens=V, max_length=99) if name == "two_model" else {}
-  draft = TableTarget.random(6, V, by="token")
-  row = decoded(TableTarget.random(5, V, by="token"), make_drafter(name, **options), [1, 2, 1, 2], 12, draft)
-  assert row.tokens == greedy_text(TableTarget.random(5, V, by="token"), [1, 2, 1, 2], 12)
+  """With no option but what models must say about themselves."""
+  target, prompt = contract.target(), [1, 2, 1, 2]
+  sizes = dict(vocab_size=V, num_real_tokens=V)
+  options, draft = {
+    "two_model": (dict(window=4, max_length=99, **sizes), contract.draft()),
+    "eagle3": (dict(window=4, max_length=99, taps=heads.TAPS, **sizes), contract.eagle3_weights()),
+    "medusa": (dict(window=3, num_heads=3, taps=(2,), **sizes), contract.medusa(window=1)[1]),
+  }.get(name, ({}, None))
+  row = decoded(target, make_drafter(name, **options), prompt, 12, draft)
+  assert row.tokens == decoded(target, make_drafter("none"), prompt, 12).tokens
   assert (sum(row.proposed) > 0) == (name != "none")

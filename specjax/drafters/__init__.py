@@ -8,6 +8,8 @@ from typing import Any
 
 from specjax import options
 from specjax.base import Drafter
+from specjax.drafters.eagle3 import Eagle3Drafter, EagleWeights, eagle3
+from specjax.drafters.medusa import Medusa, MedusaWeights, medusa
 from specjax.drafters.none import NoDrafter
 from specjax.drafters.prompt_lookup import PromptLookup
 from specjax.drafters.two_model import TwoModel, two_model
@@ -16,6 +18,8 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
   "none": NoDrafter,
   "prompt_lookup": PromptLookup,
   "two_model": two_model,
+  "eagle3": eagle3,
+  "medusa": medusa,
 }
 
 
@@ -50,4 +54,18 @@ def make_drafter(text: str, **others: Any) -> Drafter:
   return options.make("drafter", text, make, {**others, **own})
 
 
-__all__ = ["DRAFTERS", "NoDrafter", "PromptLookup", "TwoModel", "make_drafter", "parse_drafter", "two_model"]
+__all__ = [
+  "DRAFTERS",
+  "Eagle3Drafter",
+  "EagleWeights",
+  "Medusa",
+  "MedusaWeights",
+  "NoDrafter",
+  "PromptLookup",
+  "TwoModel",
+  "eagle3",
+  "make_drafter",
+  "medusa",
+  "parse_drafter",
+  "two_model",
+]

@@ -38,6 +38,10 @@ def test_pair(name, rule):
     assert all(e <= a + 1 and a <= p for e, a, p in zip(row.emitted, row.accepted, row.proposed))
   if case.ragged:
     assert accepted_differs(rows), [row.accepted for row in rows]
+  if case.deep:
+    assert sum(accepted >= 2 for row in rows for accepted in row.accepted) >= 8, [
+      row.accepted for row in rows
+    ]
   if case.accepts is not None:
     assert all(set(row.accepted[:-2]) == {case.accepts} for row in rows), [row.accepted for row in rows]
 

@@ -345,7 +345,15 @@ LIMIT = 20
 
 
 @pytest.mark.parametrize(
-  "name", ("none", "prompt_lookup", "prompt_lookup_tree", "two_model_sample", "two_model_tree_top_k")
+  "name",
+  (
+    "none",
+    "prompt_lookup",
+    "prompt_lookup_tree",
+    "two_model_sample",
+    "two_model_tree_top_k",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle3_dynamic", "medusa_tree")),
+  ),
 )
 def test_b6_prompts_of_0_1_and_around_the_limit(name):
   """Together in one batch: 1, limit - 1 and limit tokens give limit - 1, 1 and 0 new ones, plain's.

@@ -21,6 +21,7 @@ from specjax.sampling import Settings
 from specjax.testing import SampledDrafter, TableTarget, chi_square, joint_law, process
 from specjax.tree import TokenTree
 from specjax.verify import make_rule
+from tests import heads
 
 VOCAB, STEPS = 3, 6
 PROMPT = (0, 2)
@@ -60,6 +61,8 @@ CASES = {
   "table-block": (*TABLE, "block_verification"),
   "lookup-speculative": (lookup, None, "speculative_sampling"),
   "two_model-speculative": (two_model, DRAFT, "speculative_sampling"),
+  "vocabulary-speculative": (two_model, heads.Reduced(DRAFT, jnp.array([0, 2])), "speculative_sampling"),
+  "dynamic-recursive": (functools.partial(two_model, nodes=5, beam=2), DRAFT, "recursive_rejection"),
   "tree-sample-recursive": (*tree("tree-sample"), "recursive_rejection"),
   "tree-distinct-recursive": (*tree("tree-distinct"), "recursive_rejection"),
   "tree-top_k-recursive": (*tree("tree-top_k"), "recursive_rejection"),
@@ -159,6 +162,8 @@ LONGER = (
   "table-follow",
   "table-block",
   "two_model-speculative",
+  "vocabulary-speculative",
+  "dynamic-recursive",
   "lookup-speculative",
   "tree-sample-recursive",
   "tree-top_k-recursive",

@@ -20,8 +20,10 @@ def rows_of(name, rule, **kwargs):
   return contract.comparable(contract.run(name, rule, sampling=contract.SAMPLING, **kwargs))
 
 
-LONGER = ("prompt_lookup_tree", "two_model_tree_sample")
-SOME = [pytest.param(name, marks=pytest.mark.slow) if name in LONGER else name for name in SAMPLED]
+# Medusa: case J6.
+HEADS = ("eagle3_chain_sample", "eagle3_dynamic", "medusa_tree")
+LONGER = ("prompt_lookup_tree", "two_model_tree_sample", *HEADS)
+SOME = [pytest.param(name, marks=pytest.mark.slow) if name in LONGER else name for name in (*SAMPLED, *HEADS)]
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -73,7 +75,15 @@ def test_distinct_siblings_leave_the_right_rows(name):
   assert [row.tokens for row in rows] == [row.tokens for row in contract.plain_sampled()]
 
 
-@pytest.mark.parametrize("name", ("prompt_lookup", "two_model_sample", "prompt_lookup_tree"))
+@pytest.mark.parametrize(
+  "name",
+  (
+    "prompt_lookup",
+    "two_model_sample",
+    "prompt_lookup_tree",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in HEADS),
+  ),
+)
 def test_insert_into_a_running_state(name):
   """A row may enter at any round: it and the others say what they say alone, and nothing compiles.
 
@@ -95,7 +105,7 @@ def test_insert_into_a_running_state(name):
   assert (decode.run_rounds._cache_size(), decode.insert_row._cache_size()) == sizes
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("name", (*SAMPLED, *(pytest.param(name, marks=pytest.mark.slow) for name in HEADS)))
 def test_c4_empty_rows_stay_empty(name):
   """One row in a bucket of four, memory poisoned. Fails when an empty row is written at -1 or counted."""
   rule = rule_of(name)

@@ -13,7 +13,7 @@ def test_from_outside():
   assert drafter.window == 3 and hash(drafter) == hash(make_drafter("tests.contract:last_token", window=3))
 
 
-@pytest.mark.parametrize("name", ("medusa", "no.such.module:make", "tests.contract:no_such_factory"))
+@pytest.mark.parametrize("name", ("no_such_drafter", "no.such.module:make", "tests.contract:no_such_factory"))
 def test_unknown_drafters_are_named(name):
   with pytest.raises(ValueError, match=name):
     make_drafter(name)

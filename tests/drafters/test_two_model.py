@@ -1,6 +1,7 @@
 """Trees grown by a draft model: every child comes from its own path, and q says how."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -8,6 +9,7 @@ from specjax.drafters import TwoModel
 from specjax.sampling import Settings
 from specjax.testing import TableTarget, chi_square, draft_context, process
 from specjax.tree import TokenTree
+from tests import heads
 
 VOCAB = 5
 # By history: the logits behind a node depend on every row it sees in the cache, and where.
@@ -143,3 +145,41 @@ def test_drafting_stops_where_the_draft_is_unsure(policy):
         ended += 1
         break
   assert ended > 10 and proposal.valid[:, 1:].sum() > 20
+
+
+@pytest.mark.parametrize(
+  "policy",
+  ("sample", *(pytest.param(p, marks=pytest.mark.slow) for p in ("sample_without_replacement", "top_k"))),
+)
+def test_l3_a_draft_vocabulary_maps_to_the_targets_ids(policy):
+  """Draft ids 0, 1 mean target ids 5, 9: proposals are 5 or 9, q is the draft's law there, and 0 elsewhere.
+
+  Fails when draft ids are proposed as they are, or q is spread over the draft's width.
+  """
+  ids, vocab = np.array([5, 9]), 12
+  table = TableTarget.random(3, vocab, by="history")
+  tree = TokenTree.cartesian((2, 1, 1))
+  settings = Settings.create(3, temperature=[1.0, 0.7, 1.5], seed=[5, 6, 7])
+  drafter = make(tree, policy, vocab_size=vocab, num_real_tokens=vocab)
+  proposal = propose(drafter, PROMPTS, settings, heads.Reduced(table, jnp.asarray(ids)))
+  assert proposal.valid.all() and np.isin(proposal.tokens[:, 1:], ids).all()
+  if policy == "top_k":
+    assert set(proposal.tokens[0, 1:3].tolist()) == {5, 9}
+    return
+  for row, nodes in enumerate(texts(proposal, tree, PROMPTS)):
+    for node, children in enumerate(tree.children):
+      if children:
+        law = process(table.logits_after(nodes[node])[ids], temperature=(1.0, 0.7, 1.5)[row])
+        want = np.zeros(vocab)
+        want[ids] = law
+        np.testing.assert_allclose(proposal.q[row, node], want, atol=1e-6)
+
+
+def test_l3_an_id_that_pads_the_target_is_never_said():
+  """A draft vocabulary that holds one: the draft says the other tokens alone. Fails when it is not masked."""
+  table = TableTarget.random(3, 12, by="history")
+  drafter = make(TokenTree.chain(3), "sample", vocab_size=12, num_real_tokens=9)
+  settings = Settings.create(3, temperature=1.0, seed=[5, 6, 7])
+  proposal = propose(drafter, PROMPTS, settings, heads.Reduced(table, jnp.asarray([2, 5, 9])))
+  assert np.isin(proposal.tokens[:, 1:], (2, 5)).all()
+  np.testing.assert_allclose(proposal.q[:, :, [2, 5]].sum(axis=-1), 1, atol=1e-6)

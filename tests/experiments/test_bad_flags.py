@@ -16,12 +16,20 @@ from tests.experiments.tiny import BOS, END, VOCAB, byte_tokenizer, run_script
 BAD = {
   "model": ("nowhere|nowhere", "hf:|hf:", "no/such/model.gguf|no/such/model.gguf"),
   "draft_model": ("nowhere|--draft_model",),
+  "drafter_path": (
+    "no/such/folder|'no/such/folder' is not a folder",
+    ",|'' is not a folder",
+    "/|is not used by",
+  ),
   "drafter": (
     "magic",
     "prompt_lookup[",
     "prompt_lookup[window]",
     "a b:c",
     "two_model|--draft_model",
+    "eagle3|--drafter=eagle3 needs --drafter_path",
+    "medusa[tree=((0,),)]|needs --drafter_path",
+    "adaptive[of=eagle3]|needs --drafter_path",
     "two_model[layers=0]|layers = 0",
     "two_model[layers=few]|layers = 'few'",
     "none",

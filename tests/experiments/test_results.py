@@ -278,7 +278,7 @@ def test_l6_the_draft_policy_follows_the_flags_and_is_stated(given, policy):
   """
   sizes = types.SimpleNamespace(**vars(contract.target().config), num_real_tokens=contract.VOCAB)
   model = types.SimpleNamespace(config=sizes, model=contract.target())
-  job = types.SimpleNamespace(target=model, draft=model)
+  job = types.SimpleNamespace(target=model, draft=model, heads={})
   with flagsaver.flagsaver():
     flags.FLAGS.unparse_flags()
     shared.parse(["script", "--drafter=two_model", "--draft_model=x", *given])

@@ -1,12 +1,13 @@
 """All faults, in the order in which they are tried."""
 
-from tests.mutants import Mutant, around, control, core, drafting, processing, rules
+from tests.mutants import Mutant, around, control, core, drafting, heads, processing, rules
 
 MUTANTS: tuple[Mutant, ...] = (
   *core.MUTANTS,
   *processing.MUTANTS,
   *rules.MUTANTS,
   *drafting.MUTANTS,
+  *heads.MUTANTS,
   *around.MUTANTS,
   *control.MUTANTS,
 )

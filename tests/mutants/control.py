@@ -2,7 +2,9 @@
 
 from tests.mutants import Mutant
 
-CONTROL, DECODE, TWO_MODEL = "specjax/control.py", "specjax/decode.py", "specjax/drafters/two_model.py"
+CONTROL, DECODE, TWO_MODEL, GROWING = (
+  f"specjax/{name}.py" for name in ("control", "decode", "drafters/two_model", "drafters/growing")
+)
 
 SCRIPTED = "tests/test_control.py"
 IN_LOOP = "tests/decode/test_control.py"
@@ -178,14 +180,14 @@ MUTANTS = (
     "rows that sit out keep drafted rows",
     "rows of the draft's cache that were not fed count as there",
     TWO_MODEL,
-    "fed = jnp.where(context.active, fed, 0)",
-    "fed = jnp.where(context.active, fed, fed)",
+    "fed = jnp.where(context.active, num_rows, 0)",
+    "fed = jnp.where(context.active, num_rows, num_rows)",
     (WIDTHS,),
   ),
   Mutant(
     "confidence of what was drawn",
     "drafting stops where the token drawn is unlikely, not where the draft is unsure",
-    TWO_MODEL,
+    GROWING,
     "found.append(usable & (left.sum(axis=-1) > 0))",
     "found.append(left.sum(axis=-1) > 0)",
     ("tests/drafters/test_two_model.py::test_drafting_stops_where_the_draft_is_unsure",),

@@ -3,7 +3,9 @@
 from tests.mutants import Mutant
 from tests.mutants.core import CONTRACT, LIMITS
 
-LOOKUP, TWO_MODEL = "specjax/drafters/prompt_lookup.py", "specjax/drafters/two_model.py"
+LOOKUP, TWO_MODEL, GROWING, TREE_DRAFTER = (
+  f"specjax/drafters/{name}.py" for name in ("prompt_lookup", "two_model", "growing", "tree_drafter")
+)
 
 LOOKUP_TESTS = "tests/drafters/test_prompt_lookup.py"
 TWO_MODEL_TESTS = "tests/drafters/test_two_model.py"
@@ -121,7 +123,7 @@ MUTANTS = (
   Mutant(
     "level one position too far",
     "drafted nodes sit one position behind their place",
-    TWO_MODEL,
+    GROWING,
     "level.depth - 2)",
     "level.depth - 1)",
     (f"{TWO_MODEL_TESTS}::test_top_k_children_are_the_likeliest",),
@@ -129,7 +131,7 @@ MUTANTS = (
   Mutant(
     "level one row too far",
     "drafted nodes are written one scratch row late",
-    TWO_MODEL,
+    GROWING,
     "first_row=np.int32(max(rows[0], 0))",
     "first_row=np.int32(max(rows[0], 0) + 1)",
     (f"{TWO_MODEL_TESTS}::test_top_k_children_are_the_likeliest",),
@@ -137,7 +139,7 @@ MUTANTS = (
   Mutant(
     "q of another temperature",
     "drafts are drawn at temperature 1 whatever the row says",
-    TWO_MODEL,
+    GROWING,
     "processed.probs(context.settings)",
     "processed.probs(context.settings.replace(temperature=jnp.ones(logits.shape[0])))",
     (f"{TWO_MODEL_TESTS}::test_q_is_kept_by_parent",),
@@ -145,7 +147,7 @@ MUTANTS = (
   Mutant(
     "draft noise by position",
     "a rejected position is drafted again with the noise that was rejected",
-    TWO_MODEL,
+    GROWING,
     "Purpose.DRAFT, at, level.nodes[:, rank])",
     "Purpose.DRAFT, at + level.depth, 0 * level.nodes[:, rank])",
     (f"{LONG_LAW}::test_f7_no_random_number_is_used_twice[sample-speculative_sampling]",),
@@ -153,7 +155,7 @@ MUTANTS = (
   Mutant(
     "siblings share their noise",
     "all children of a node are the same draw",
-    TWO_MODEL,
+    GROWING,
     "Purpose.DRAFT, at, level.nodes[:, rank])",
     "Purpose.DRAFT, at, level.nodes[:, 0])",
     (f"{TWO_MODEL_TESTS}::test_siblings_have_the_stated_law",),
@@ -161,7 +163,7 @@ MUTANTS = (
   Mutant(
     "elder sibling drawn again",
     "drawing without replacement keeps what was drawn",
-    TWO_MODEL,
+    GROWING,
     "== tokens[-1][..., None], 0.0, left)",
     "== tokens[-1][..., None], left, left)",
     (f"{TWO_MODEL_TESTS}::test_siblings_have_the_stated_law",),
@@ -169,7 +171,7 @@ MUTANTS = (
   Mutant(
     "nothing left is proposed",
     "a sibling is proposed although no token is left for it",
-    TWO_MODEL,
+    GROWING,
     "left.sum(axis=-1) > 0",
     "left.sum(axis=-1) >= 0",
     (f"{TWO_MODEL_TESTS}::test_a_sibling_that_finds_nothing_left_is_not_proposed",),
@@ -177,17 +179,17 @@ MUTANTS = (
   Mutant(
     "draft proposes padding",
     "the draft's padding ids are not masked",
-    TWO_MODEL,
-    "min(self.num_real_tokens, width)",
-    "width",
+    TREE_DRAFTER,
+    "sampling.mask_padding(over_target(logits, ids, self.vocab_size), self.num_real_tokens)",
+    "over_target(logits, ids, self.vocab_size)",
     (f"{LIMITS}::test_l1_padded_vocabularies",),
   ),
   Mutant(
     "draft one position over its limit",
     "the draft model is fed a position it was not made for",
-    TWO_MODEL,
-    "(fed < self.max_length)",
-    "(fed <= self.max_length)",
+    GROWING,
+    "- 2 + self.tree.depths < self.max_length",
+    "- 2 + self.tree.depths <= self.max_length",
     (f"{TWO_MODEL_TESTS}::test_deep_nodes_end_with_the_drafts_own_limit",),
   ),
 )

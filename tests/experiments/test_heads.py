@@ -1,0 +1,151 @@
+"""Trained heads in the scripts: which drafter gets which, what is wrong about them, what tells them apart."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments import calibrate, generate, loops, measure, results, runtime
+from experiments import heads as trained
+from experiments.methods import parse_method
+from specjax.checkpoints import load_model, save_draft, save_eagle3, save_medusa
+from specjax.models import DraftConfig, DraftDecoder, Eagle3, MedusaConfig, MedusaHeads
+from tests import heads
+from tests.experiments.test_bad_flags import error_of
+from tests.experiments.tiny import VOCAB, parsed, run_script
+
+IDS = np.arange(0, VOCAB, 2)
+
+
+@pytest.fixture(scope="module")
+def folders(models, tmp_path_factory):
+  """A folder of each kind, for the tiny target."""
+  target, rngs = load_model(models[0]).model, nnx.Rngs(0)
+  of = str(tmp_path_factory.mktemp("heads"))
+  paths = {kind: os.path.join(of, kind) for kind in ("eagle3", "medusa", "draft", "other")}
+  config = heads.eagle3_config(target.config, IDS)
+  save_eagle3(paths["eagle3"], Eagle3(config, ids=IDS, dtype=jnp.float32, rngs=rngs))
+  save_eagle3(paths["other"], Eagle3(config, ids=IDS, dtype=jnp.float32, rngs=rngs))
+  config = MedusaConfig(target.config.d_model, VOCAB, 3)
+  save_medusa(paths["medusa"], MedusaHeads(config, dtype=jnp.float32, rngs=rngs))
+  config = DraftConfig(target.config.replace(num_layers=1, max_length=256), draft_vocab_size=len(IDS))
+  save_draft(paths["draft"], DraftDecoder(config, target, ids=IDS, dtype=jnp.float32, rngs=rngs))
+  return paths
+
+
+def flags_of(models, folders, *kinds):
+  return [f"--model={models[0]}", "--drafter_path=" + ",".join(folders[kind] for kind in kinds)]
+
+
+def test_each_drafter_gets_its_head(models, folders):
+  """All kinds in one run. Fails when a head goes to another drafter, or a shape does not come from it."""
+  names = ["adaptive[of=eagle3]", "adaptive[of=medusa]", "two_model", "none", "prompt_lookup"]
+  with parsed(*flags_of(models, folders, "eagle3", "medusa", "draft")):
+    job = runtime.load_job(names)
+    eagle3, medusa, two_model, plain, lookup = (runtime.make_method(job, name, 128) for name in names)
+    sampled = parse_method("eagle3[nodes=8,beam=3]")
+    assert sampled.takes_window and not parse_method("medusa[tree=((0,),)]").takes_window
+  weights, drafters = eagle3.weights.drafter, eagle3.config.drafters
+  assert weights.head.config.tap_layers == drafters[0].taps == heads.TAPS
+  assert weights.embed is job.target.model.embed[...]
+  assert [d.tree.num_nodes for d in drafters] == [4, 8, 8] and drafters[2].is_dynamic
+  assert {d.policy for d in drafters} == {"top_k"} and drafters[0].max_length == 512
+  np.testing.assert_array_equal(weights.head.ids, IDS)
+  assert medusa.weights.drafter.heads.config.num_heads == 3 and medusa.config.drafter.taps == (2,)
+  assert medusa.weights.drafter.rows.shape == (VOCAB, 32)
+  assert [d.tree.num_nodes for d in medusa.config.drafters] == [4, 8]
+  assert isinstance(two_model.weights.drafter, DraftDecoder) and two_model.config.drafter.max_length == 256
+  assert plain.weights.drafter is None is lookup.weights.drafter
+  assert eagle3.beliefs.startswith("assumed")
+
+
+def test_dynamic_trees_are_deterministic_at_any_temperature(models, folders):
+  """The other widths sample, and one rule takes both. Fails when the tree is given the chains' policy."""
+  with parsed(*flags_of(models, folders, "eagle3"), "--temperature=0.8"):
+    job = runtime.load_job(["adaptive[of=eagle3]"])
+    method = runtime.make_method(job, "adaptive[of=eagle3]", 128)
+  assert [d.policy for d in method.config.drafters] == ["sample", "sample", "top_k"]
+  assert method.config.rule.name == "traversal_verification"
+
+
+@pytest.mark.parametrize(
+  ("kinds", "drafter", "words"),
+  [
+    (("eagle3",), "prompt_lookup", "--drafter_path is not used by prompt_lookup"),
+    (("medusa",), "eagle3", "holds a head of kind medusa, which no drafter takes"),
+    (("medusa",), "two_model", "holds a head of kind medusa, which no drafter takes"),
+    (("eagle3", "other"), "eagle3", "both hold a head of kind eagle3"),
+    (("eagle3", "medusa"), "eagle3", "holds a head of kind medusa, which no drafter takes"),
+    (("medusa",), "medusa[window=4]", "the tree is 4 deep; there are 3 heads"),
+    (("eagle3",), "eagle3[window=16]", "ring = 16"),
+  ],
+)
+def test_heads_that_do_not_fit_are_one_line(models, folders, monkeypatch, capsys, kinds, drafter, words):
+  """Fails when a head is left out in silence, or found out only after something compiled."""
+  monkeypatch.setattr(measure, "compile_method", lambda *_: pytest.fail("something was compiled"))
+  assert run_script(generate, *flags_of(models, folders, *kinds), f"--drafter={drafter}") == 2
+  assert words in error_of(capsys)
+
+
+def test_two_sources_of_a_draft_are_one_too_many(models, folders, capsys):
+  asked = [*flags_of(models, folders, "draft"), f"--draft_model={models[1]}", "--drafter=two_model"]
+  assert run_script(generate, *asked) == 2
+  assert "one is enough" in error_of(capsys)
+
+
+def test_a_calibration_belongs_to_its_heads(models, folders):
+  """What a head holds is in the key, not where it lies; runs without heads keep their key.
+
+  Fails when costs or acceptance of another head are believed.
+  """
+  found = {}
+  for kind in ("eagle3", "other"):
+    with parsed(*flags_of(models, folders, kind)):
+      job = runtime.load_job(["eagle3"])
+      found[kind] = runtime.calibration_key(job)["heads"]
+  assert found["eagle3"].startswith("eagle3 ") and found["eagle3"] != found["other"]
+  with parsed(*flags_of(models, folders, "eagle3")):
+    again = runtime.load_job(["eagle3"])
+    assert runtime.calibration_key(again)["heads"] == found["eagle3"]
+  with parsed(f"--model={models[0]}"):
+    assert "heads" not in runtime.calibration_key(runtime.load_job(["none"]))
+  moved = jax.tree.map(lambda x: x, job.heads["eagle3"].module)
+  assert trained.digest(job.heads["eagle3"]) == trained.digest(
+    type(job.heads["eagle3"])("eagle3", moved, job.heads["eagle3"].config, "elsewhere")
+  )
+
+
+def test_what_a_head_has_not_been_fed_is_timed(models, folders, monkeypatch):
+  """Its rows go back and its features do not: so many are pending. Fails when both do, or neither does."""
+  seen = []
+
+  def draft(state, *_):
+    seen.append(
+      [int(np.asarray(x)[0]) for x in (state.length, state.drafter.cache.length, state.drafter.seen)]
+    )
+    return state
+
+  monkeypatch.setattr(loops, "draft", draft)
+  plan = calibrate.Plan(("eagle3[window=2]",), (1,), (8, 20), (1,), passes=1, turns=1, tokens=1)
+  with parsed(*flags_of(models, folders, "eagle3")):
+    costs = calibrate.Calibration(plan, [], runtime.load_job(["eagle3"]))
+    found = costs.catch_up(calibrate.Case("catch_up", 1, 20, "eagle3[window=2]"))
+  assert [20, 19, 19] in seen and [20, 1, 19] in seen and found["unseen"] == 18
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("drafter", "kind"),
+  [("eagle3[nodes=6,beam=2]", "eagle3"), ("medusa", "medusa"), ("two_model", "draft"), ("eagle3", "eagle3")],
+)
+def test_generate_with_a_head(models, folders, capsys, drafter, kind, tmp_path):
+  """The text is plain's, and something is proposed. Fails when a head does not come as far as the loop."""
+  asked = [*flags_of(models, folders, kind), f"--drafter={drafter}", "--prompt=so the hen and the hen"]
+  output = str(tmp_path / "run")
+  assert run_script(generate, *asked, "--max_new_tokens=16", f"--output={output}") == 0
+  out, rows = capsys.readouterr().out, results.read_rows(output)
+  assert "identical         yes, all" in out and "nan" not in out
+  assert rows[-1]["proposed"] > 0

@@ -1,0 +1,140 @@
+"""Tiny heads that are often right: random bodies whose output layers are fitted to a target's texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from specjax.base import ModelOutput
+from specjax.drafters import EagleWeights, MedusaWeights
+from specjax.models import (
+  Decoder,
+  DecoderConfig,
+  DraftConfig,
+  DraftDecoder,
+  Eagle3,
+  Eagle3Config,
+  MedusaConfig,
+  MedusaHeads,
+)
+
+TAPS = (0, 1, 2)  # of a target of two layers: its embedding, what lies between, its output
+
+
+def eagle3_config(target: DecoderConfig, ids=None) -> Eagle3Config:
+  decoder = DecoderConfig(
+    vocab_size=target.vocab_size,
+    num_layers=1,
+    d_model=48,
+    d_ff=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    max_length=512,
+    rope_base=500.0,
+  )
+  size = None if ids is None else len(ids)
+  return Eagle3Config(decoder, target.d_model, TAPS, draft_vocab_size=size)
+
+
+@jax.jit
+def _taps(target, tokens):
+  return target(tokens, target.init_cache(*tokens.shape), taps=TAPS, logits=False).taps
+
+
+@jax.jit
+def _recurred(head, embed, tokens, features):
+  """What recurs at each row t of ``features [R, T, D]``, with the token t + 1 of ``tokens [R, T]``."""
+  following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+  return head(
+    jnp.take(embed, following, axis=0), features, head.init_cache(*tokens.shape), logits=False
+  ).hidden
+
+
+def eagle3(target: Decoder, texts: np.ndarray, lengths, *, ids=None, seed: int = 3) -> EagleWeights:
+  """A head whose output layer is fitted to the texts, for its first rows and for what recurs from them.
+
+  Args:
+    texts: int32 ``[R, T]``.
+    lengths: tokens of each.
+    ids: its draft vocabulary.
+  """
+  head = Eagle3(eagle3_config(target.config, ids), ids=ids, dtype=jnp.float32, rngs=nnx.Rngs(seed))
+  tokens, embed = jnp.asarray(texts), target.embed[...]
+  features, inputs, said = head.fuse(_taps(target, tokens)), [], []
+  for ahead in range(2, 5):  # row t says token t + 2; once recurred it stands a position further on
+    hidden = _recurred(head, embed, tokens, features)
+    for row, length in enumerate(lengths):
+      rows = np.arange(ahead - 2, length - 2)
+      inputs.append(np.asarray(head.norm(hidden))[row, rows])
+      said.append(texts[row, rows + 2])
+    features = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
+  head.output.weight = nnx.Param(_fitted(inputs, said, target.config.vocab_size, ids))
+  return EagleWeights(head, embed)
+
+
+def medusa(target: Decoder, texts: np.ndarray, lengths, *, num_heads: int = 3) -> MedusaWeights:
+  """Heads of their own output layers, fitted to the texts."""
+  config = MedusaConfig(target.config.d_model, target.config.vocab_size, num_heads, output="own")
+  heads = MedusaHeads(config, dtype=jnp.float32, rngs=nnx.Rngs(4))
+  hidden = np.asarray(target.norm(_taps(target, jnp.asarray(texts))[:, :, -1]))
+  for i, output in enumerate(heads.outputs):
+    rows = [np.arange(length - 2 - i) for length in lengths]
+    inputs = [hidden[row, at] for row, at in enumerate(rows)]
+    said = [texts[row, at + 2 + i] for row, at in enumerate(rows)]
+    output.weight = nnx.Param(_fitted(inputs, said, target.config.vocab_size, None))
+  return MedusaWeights(heads, target.norm)
+
+
+def _fitted(inputs, said, vocab: int, ids) -> jax.Array:
+  """Ridge regression on one-hot tokens, ``[Vd, D]``, sharpened."""
+  x, y = np.concatenate(inputs).astype(np.float64), np.eye(vocab)[np.concatenate(said)]
+  weight = np.linalg.solve(x.T @ x + 1e-2 * np.eye(x.shape[1]), x.T @ y).T
+  return jnp.asarray(8 * (weight if ids is None else weight[ids]), jnp.float32)
+
+
+def draft_decoder(target: Decoder, like: Decoder, ids) -> DraftDecoder:
+  """``like``'s layers between the target's embedding and its output rows of a draft vocabulary."""
+  config = DraftConfig(target.config, draft_vocab_size=len(ids))
+  draft = DraftDecoder(config, target, ids=ids, dtype=jnp.float32, rngs=nnx.Rngs(0))
+  draft.layers, draft.norm = like.layers, like.norm
+  return draft
+
+
+@flax.struct.dataclass
+class Reduced:
+  """A draft that says only some tokens: another's logits at ``ids`` alone."""
+
+  draft: Any
+  ids: jax.Array
+
+  def init_cache(self, batch, slots):
+    return self.draft.init_cache(batch, slots)
+
+  def __call__(self, tokens, cache, *, logits=True, **kwargs):
+    output = self.draft(tokens, cache, logits=logits, **kwargs)
+    return output.replace(logits=output.logits[..., self.ids]) if logits else output
+
+
+@flax.struct.dataclass
+class EagleRows:
+  """Stands for a model whose cache rows are the head's, from the target's own features: see `fresh_cache`."""
+
+  target: Decoder
+  weights: EagleWeights
+
+  def init_cache(self, batch, slots):
+    return self.weights.head.init_cache(batch, slots)
+
+  def __call__(self, tokens, cache, *, logits=False) -> ModelOutput:
+    head, embed = self.weights.head, self.weights.embed
+    taps = self.target(tokens, self.target.init_cache(*tokens.shape), taps=TAPS, logits=False).taps
+    # The last row lacks its token: it is never a valid one.
+    following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+    embeddings = jnp.take(embed, following, axis=0, mode="clip")
+    return head(embeddings, head.fuse(taps), cache, logits=logits)
