@@ -39,21 +39,20 @@ import tqdm
 from absl import flags
 
 from experiments import bench as timing
-from experiments import calibration, calibration_tables, loops, measure, questions, results, runtime
+from experiments import calibration, calibration_tables, choice, loops, measure, questions, results, runtime
 from experiments import flags as shared
 from experiments.methods import parse_method
 from specjax import decode, options, text
+from specjax.checkpoints.shipped import shipped_heads
 from specjax.tree import MAX_NODES, TokenTree
 from specjax.verify import make_rule
-
-DEFAULT_DRAFTERS = "adaptive[of=prompt_lookup]"
 
 # Flags that other scripts have too, of the same type and default; one process may import both.
 DRAFTERS = flags.DEFINE_string(
   "drafters",
   "",
   "Drafters to measure, with commas between, options in brackets; of adaptive[of=…] all widths. "
-  f"Default: {DEFAULT_DRAFTERS}.",
+  "Default: adaptive[of=…] of prompt lookup and of the trained heads that are shipped for --model.",
   allow_override=True,
 )
 BATCHES = flags.DEFINE_list("batches", None, "Numbers of rows. Default: 1,4, quick 1.", allow_override=True)
@@ -132,7 +131,8 @@ class Plan:
 def plan_from_flags() -> Plan:
   """Raises ValueError for what can be known to be wrong before a model is there."""
   shared.refuse(NOT_USED, "calibrate", "--drafters, --batches, --lives and --nodes")
-  methods = options.split(DRAFTERS.value or DEFAULT_DRAFTERS)
+  named, usual = DRAFTERS.value, choice.candidates(shipped_heads(shared.MODEL.value))
+  methods = options.split(named) if named else usual
   drafters = tuple(dict.fromkeys(width for method in methods for width in parse_method(method).widths))
   for drafter in drafters:
     if not parse_method(drafter).is_known or drafter == "none":
@@ -214,14 +214,15 @@ class Calibration:
       for name, samples in times.items():
         yield row_of(names[name], **summary(samples), **self.shape_of(names[name]))
 
-  def shape_of(self, case: Case) -> dict[str, int]:
-    """What a row says beside its times: a draft's size, or how many rounds other calls have."""
+  def shape_of(self, case: Case) -> dict[str, Any]:
+    """What a row says beside its times: a draft's size and head, or how many rounds other calls have."""
     if case.part == "call":
       return {"turns": self.plan.turns}
     if case.part != "draft":
       return {}
     tree = self.methods[case.of].config.drafter.tree
-    return {"nodes": tree.num_nodes, "depth": tree.max_depth}
+    head = runtime.head_digest(self.job, case.of)
+    return {"nodes": tree.num_nodes, "depth": tree.max_depth, "head": head}
 
   def case(self, case: Case) -> timing.Case:
     """Raises KeyError for a part that is not timed by cases."""

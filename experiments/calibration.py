@@ -57,8 +57,10 @@ def check_key(path: str, stored: Mapping[str, Any], key: Mapping[str, Any]) -> N
     raise ValueError(f"{path}: measured with {found}; measure again with python -m experiments.calibrate")
 
 
-def lacking(table: CostTable, widths: Sequence[str], trees: Trees, batch: int) -> str | None:
-  """Why the table says nothing about these widths, None if it does."""
+def lacking(
+  table: CostTable, widths: Sequence[str], trees: Trees, batch: int, head: str | None = None
+) -> str | None:
+  """Why the table says nothing about these widths, None if it does; ``head`` is the digest of theirs."""
   missing = [name for name in widths if name not in table.drafts]
   if missing:
     return f"the calibration lacks {', '.join(missing)}"
@@ -66,6 +68,8 @@ def lacking(table: CostTable, widths: Sequence[str], trees: Trees, batch: int) -
     if table.drafts[name]["nodes"] != tree.num_nodes:
       nodes = table.drafts[name]["nodes"]
       return f"the calibration has {name} with {nodes} nodes, here it has {tree.num_nodes}"
+    if table.drafts[name].get("head") != head:
+      return f"the calibration has {name} with another head"
   if batch > table.batches[-1]:
     return f"the calibration ends at batch {table.batches[-1]}, here it is {batch}"
   return None

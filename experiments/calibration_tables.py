@@ -57,6 +57,7 @@ def table_of(rows: Sequence[Row], key: Mapping[str, Any], made: str) -> CostTabl
       "depth": one["depth"],
       "draft_ms": [[alone(found[batch, live]) for live in lives] for batch in batches],
       "catch_up_ms": catch_up,
+      "head": one.get("head"),
     }
   fields = ("temperature", "proposing", "rates", "rounds")
   return CostTable(

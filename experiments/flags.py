@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from absl import app, flags, logging
 
 from experiments.methods import AUTO, CHOICE, parse_method
+from specjax.checkpoints.shipped import shipped_heads
 from specjax.control import CONTROLS
 from specjax.drafters import DRAFTERS
 from specjax.kernels.tree_attention import IMPLEMENTATIONS
@@ -32,7 +33,8 @@ DRAFT_MODEL = flags.DEFINE_string(
 DRAFTER_PATH = flags.DEFINE_list(
   "drafter_path",
   [],
-  "Folders of trained heads, one of a kind, with commas between: EAGLE-3 (--drafter=eagle3), Medusa "
+  "Folders of trained heads, one of a kind, with commas between, instead of those that are shipped for "
+  "--model: EAGLE-3 (--drafter=eagle3), Medusa "
   "(--drafter=medusa), or a draft decoder made for the target (--drafter=two_model, instead of "
   "--draft_model). EAGLE-3 and Medusa files of other projects are read as they are.",
 )
@@ -44,7 +46,8 @@ DRAFTER = flags.DEFINE_string(
   "the draft's probabilities), medusa[tree=((0,),(1,),(0,0))]; two_model[layers=4] drafts with the "
   "target's own first layers and needs no --draft_model. A controller chooses each round's width "
   f"({', '.join(CONTROLS)}): adaptive[of=prompt_lookup], or with widths of your own "
-  f"adaptive[of=prompt_lookup[window=2]|prompt_lookup[window=7]]. {AUTO}: {CHOICE}.",
+  f"adaptive[of=prompt_lookup[window=2]|prompt_lookup[window=7]]. {AUTO}: what is fastest by the calibration "
+  f"of experiments.calibrate, or as recorded with the heads that are shipped for --model; else {CHOICE}.",
 )
 WINDOW = flags.DEFINE_integer(
   "window",
@@ -222,11 +225,12 @@ def _consistent(values: dict) -> bool:
   rule, window = values["rule"], values["window"]
   method = parse_method(values["drafter"])
   drafter = method.drafter
-  if method.needs_draft_model and not values["draft_model"] and not values["drafter_path"]:
+  has_head = bool(values["drafter_path"]) or method.head in shipped_heads(values["model"])
+  if method.needs_draft_model and not values["draft_model"] and not has_head:
     raise flags.ValidationError(
       "--drafter=two_model needs --draft_model, --drafter_path, or two_model[layers=…]"
     )
-  if method.needs_head and not values["drafter_path"]:
+  if method.needs_head and not has_head:
     raise flags.ValidationError(f"--drafter={values['drafter']} needs --drafter_path")
   if values["min_new_tokens"] > values["max_new_tokens"]:
     least, most = values["min_new_tokens"], values["max_new_tokens"]
@@ -258,6 +262,7 @@ flags.register_validator("logit_bias", _is_bias)
 flags.register_validator("mesh", _mesh_ok)
 flags.register_multi_flags_validator(
   [
+    "model",
     "drafter",
     "draft_model",
     "drafter_path",

@@ -141,6 +141,8 @@ def report(
     f"{shared.DTYPE.value}, temperature {shared.TEMPERATURE.value:g}, prompt of {len(prompt)} tokens, "
     f"batch {len(rows)}, {len(plain)} timed run(s) each"
   )
+  if job.why is not None:
+    print(f"chosen            {job.why}")
   if methods[1].beliefs is not None:
     print(f"widths            {width_histogram(methods[1], rows)}; costs: {methods[1].beliefs}")
   print("attention         {}: {}".format(*runtime.attention(job, methods[1])))
@@ -181,6 +183,7 @@ def main(_: list[str]) -> None:
   limit = runtime.length_limit(job, len(prompt) + shared.MAX_NEW_TOKENS.value)
   if len(prompt) >= limit:
     raise ValueError(f"the prompt has {len(prompt)} tokens; the length limit is {limit}")
+  (drafter,) = job.drafters
   methods = [runtime.make_method(job, name, limit) for name in ("none", drafter)]
 
   def run(method):

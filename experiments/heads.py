@@ -1,10 +1,10 @@
-"""Trained heads of --drafter_path: loaded, given to their drafters, named by what they hold."""
+"""Trained heads, of --drafter_path or shipped: loaded, given to their drafters, named by what they hold."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,22 +24,28 @@ _FREE_DRAFT = 0.02
 
 
 def check_sources(
-  drafters: Sequence[str], methods: Sequence[MethodText], model: str, paths: Sequence[str]
+  drafters: Sequence[str],
+  methods: Sequence[MethodText],
+  model: str,
+  paths: Sequence[str],
+  shipped: Collection[str],
 ) -> None:
   """What can be known to be wrong about the drafters' weights before any are loaded.
 
   Args:
     drafters: the methods as they were written.
     model, paths: --draft_model and --drafter_path.
+    shipped: kinds of heads that come with the target.
 
   Raises:
     ValueError: one of these is missing, or not used.
   """
-  if any(method.needs_draft_model for method in methods) and not model and not paths:
+  needy = [method for method in methods if method.head not in shipped]
+  if any(method.needs_draft_model for method in needy) and not model and not paths:
     raise ValueError("drafter two_model needs --draft_model, --drafter_path, or two_model[layers=…]")
   if model and not any(method.uses_draft_model for method in methods):
     raise ValueError(f"--draft_model is not used by {', '.join(drafters)}; pass --drafter=two_model")
-  for method in methods:
+  for method in needy:
     if method.needs_head and not paths:
       raise ValueError(f"drafter {method.drafter} needs --drafter_path")
   if paths and not any(method.head for method in methods):
@@ -62,6 +68,15 @@ def load(paths: Sequence[str], target: LoadedModel, dtype: Any, mesh: Mesh | Non
   return heads
 
 
+def missing(
+  heads: Mapping[str, DraftHead], methods: Sequence[MethodText], draft: LoadedModel | None
+) -> list[str]:
+  """Kinds of heads that methods lack, being without a draft model instead."""
+  lacks = lambda method: method.head is not None and method.head not in heads
+  served = lambda method: method.needs_draft_model and draft is not None
+  return list(dict.fromkeys(method.head for method in methods if lacks(method) and not served(method)))
+
+
 def check_kinds(
   heads: Mapping[str, DraftHead], methods: Sequence[MethodText], draft: LoadedModel | None
 ) -> None:
@@ -74,12 +89,9 @@ def check_kinds(
     raise ValueError(
       f"--draft_model = {draft.source!r} and --drafter_path = {heads['draft'].source!r}: one is enough"
     )
-  for method in methods:
-    has_model = method.needs_draft_model and draft is not None
-    if method.head is not None and method.head not in heads and not has_model:
-      raise ValueError(
-        f"drafter {method.drafter} needs a head of kind {method.head}; --drafter_path holds none"
-      )
+  for kind in missing(heads, methods, draft):
+    needy = next(method.drafter for method in methods if method.head == kind)
+    raise ValueError(f"drafter {needy} needs a head of kind {kind}; --drafter_path holds none")
 
 
 def _on_mesh(head: DraftHead, mesh: Mesh) -> DraftHead:

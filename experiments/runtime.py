@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax
-from experiments import calibration, results
+from experiments import calibration, choice, results
 from experiments import flags as shared
 from experiments import heads as trained
-from experiments.methods import AUTO, CHOICE, HEADS, MethodText, make_control, parse_method
+from experiments.methods import AUTO, HEADS, MethodText, make_control, parse_method
 from specjax import control
 from specjax.base import Drafter, Rule
 from specjax.checkpoints import DraftHead, LoadedModel, check_same_vocabulary, load_model, package
+from specjax.checkpoints.shipped import shipped_heads
 from specjax.decode import DecodeConfig, Weights
 from specjax.drafters import make_drafter, parse_drafter
 from specjax.kernels.tree_attention import Choice, choose
@@ -63,6 +64,8 @@ class Job:
     chat: prompts go into the chat template.
     times: seconds of ``download_s`` and ``load_s``.
     heads: trained heads by their kind.
+    drafters: methods that it was loaded for, as they were named; the one that was chosen for `AUTO`.
+    why: that one was chosen, None if none was.
   """
 
   target: LoadedModel
@@ -71,6 +74,8 @@ class Job:
   chat: bool
   times: dict[str, float]
   heads: Mapping[str, DraftHead] = dataclasses.field(default_factory=dict)
+  drafters: tuple[str, ...] = ()
+  why: str | None = None
 
   @property
   def stop_ids(self) -> tuple[int, ...]:
@@ -106,7 +111,7 @@ def greedy() -> bool:
   return shared.TEMPERATURE.value < MIN_TEMPERATURE
 
 
-def drafter_name(choice: str = CHOICE) -> str:
+def drafter_name(choice: str = AUTO) -> str:
   """The method of --drafter; ``choice`` without the flag.
 
   Raises:
@@ -114,11 +119,9 @@ def drafter_name(choice: str = CHOICE) -> str:
   """
   if shared.DRAFTER.value != AUTO:
     return shared.DRAFTER.value
-  widths = parse_method(choice)
-  if shared.WINDOW.value is not None and not widths.takes_window:
+  if shared.WINDOW.value is not None and not parse_method(choice).takes_window:
     raise ValueError(
-      f"--window = {shared.WINDOW.value} is not used by {choice}, whose widths are "
-      f"{', '.join(widths.widths)}; name a drafter"
+      f"--window = {shared.WINDOW.value} is not used: a controller chooses among several; name a drafter"
     )
   return choice
 
@@ -137,14 +140,18 @@ def use_compilation_cache() -> None:
 def load_job(drafters: Sequence[str]) -> Job:
   """Loads what the named drafters need, saying so on stderr.
 
+  `AUTO` among them is replaced by what `choice.choose` says. Trained heads are those of --drafter_path, and
+  else those that are shipped for the target.
+
   Raises:
     ValueError: a model that cannot be loaded, vocabularies that differ, too few devices.
   """
   use_compilation_cache()
   mesh = make_mesh(shared.MESH.value)
   times: dict[str, float] = {"download_s": 0.0, "load_s": 0.0}
-  methods = [parse_method(drafter) for drafter in drafters]
-  trained.check_sources(drafters, methods, shared.DRAFT_MODEL.value, shared.DRAFTER_PATH.value)
+  folders = shipped_heads(shared.MODEL.value)
+  named = [parse_method(drafter) for drafter in drafters if drafter != AUTO]
+  trained.check_sources(drafters, named, shared.DRAFT_MODEL.value, shared.DRAFTER_PATH.value, folders)
   target = _load(shared.MODEL.value, mesh, times)
   if target.tokenizer is None:
     raise ValueError(f"--model = {shared.MODEL.value!r} has no tokenizer beside its weights")
@@ -157,12 +164,26 @@ def load_job(drafters: Sequence[str]) -> Job:
   chat = has_template if shared.CHAT.value is None else shared.CHAT.value
   if chat and not has_template:
     raise ValueError(f"--chat: the tokenizer of {shared.MODEL.value!r} has no chat template; use --nochat")
-  heads: dict[str, DraftHead] = {}
-  if shared.DRAFTER_PATH.value:
-    with progress(f"loading {', '.join(shared.DRAFTER_PATH.value)}", times, "load_s"):
-      heads = trained.load(shared.DRAFTER_PATH.value, target, jnp.dtype(shared.DTYPE.value), mesh)
+  job = Job(target, draft, mesh, chat, times, drafters=tuple(drafters))
+  heads = load_heads(job, shared.DRAFTER_PATH.value)
+  if AUTO in drafters:
+    table = calibration.load(calibration_key(job))
+    chosen = choice.choose(shared.MODEL.value, folders, table)
+    named_now = tuple(chosen.method if drafter == AUTO else drafter for drafter in drafters)
+    job = dataclasses.replace(job, drafters=named_now, why=chosen.why)
+  methods = [parse_method(drafter) for drafter in job.drafters]
+  missing = trained.missing(heads, methods, draft)
+  heads |= load_heads(job, [folders[kind] for kind in missing if kind in folders])
   trained.check_kinds(heads, methods, draft)
-  return Job(target, draft, mesh, chat, times, heads)
+  return dataclasses.replace(job, heads=heads)
+
+
+def load_heads(job: Job, paths: Sequence[str]) -> dict[str, DraftHead]:
+  """Trained heads in folders, by their kind."""
+  if not paths:
+    return {}
+  with progress(f"loading {', '.join(paths)}", job.times, "load_s"):
+    return trained.load(paths, job.target, jnp.dtype(shared.DTYPE.value), job.mesh)
 
 
 def _load(source: str, mesh: jax.sharding.Mesh | None, times: dict[str, float]) -> LoadedModel:
@@ -240,7 +261,8 @@ def _beliefs(job: Job, method: MethodText, config: DecodeConfig, draft: Any) -> 
   batch = shared.BATCH_SIZE.value
   why = "no calibration"
   if table is not None:
-    why = calibration.lacking(table, method.widths, config.trees, batch)
+    head = head_digest(job, method.widths[0])
+    why = calibration.lacking(table, method.widths, config.trees, batch, head)
   if why is None:
     settings = dict(temperature=shared.TEMPERATURE.value, length_limit=config.length_limit)
     beliefs = calibration.beliefs(table, method.widths, config.trees, batch=batch, **settings)
@@ -294,11 +316,14 @@ def _make_rule(drafters: Sequence[Drafter]) -> Rule:
 
 
 def calibration_key(job: Job) -> dict[str, Any]:
-  """What costs depend on: device, target, draft model, heads, parameter type, attention and versions."""
+  """What costs depend on: device, target, draft model, parameter type, attention and versions.
+
+  What a draft costs depends on its head, too: that is noted with each draft.
+  """
   about = results.environment()
   plain = make_method(job, "none", LENGTH_MULTIPLE)
   key = {name: about[name] for name in ("platform", "device_kind", "cpu", "cpu_count", "device_count")}
-  key |= {
+  return key | {
     "model": job.target.source,
     "draft_model": job.draft.source if job.draft else None,
     "parameters": sum(leaf.size for leaf in jax.tree.leaves(job.target.model)),
@@ -308,9 +333,12 @@ def calibration_key(job: Job) -> dict[str, Any]:
     "jax": about["versions"]["jax"],
     "jaxlib": about["versions"]["jaxlib"],
   }
-  if job.heads:
-    key["heads"] = ",".join(f"{kind} {trained.digest(head)}" for kind, head in sorted(job.heads.items()))
-  return key
+
+
+def head_digest(job: Job, drafter: str) -> str | None:
+  """Of the trained head that a drafter runs with; None if it needs none."""
+  head = job.heads.get(parse_method(drafter).head)
+  return None if head is None else trained.digest(head)
 
 
 def same_text(rule: Rule) -> bool:

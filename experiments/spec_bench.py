@@ -63,7 +63,7 @@ class Bench:
         )
     self.shortest = min(len(self.prompt(question, 0)) for question in asked)
     self.longest = min(max(needed.values()) - self.budget, limit)
-    self.methods = [runtime.make_method(job, name, limit) for name in drafter_names()]
+    self.methods = [runtime.make_method(job, name, limit) for name in dict.fromkeys(job.drafters)]
     self.compiles = 0
     self.differences: list[dict[str, Any]] = directory.info.get("differences", [])
 

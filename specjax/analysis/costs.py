@@ -49,7 +49,8 @@ class CostTable:
     prefill_ms: chunk width → milliseconds of a prefill chunk, at the first batch.
     call_ms: host time of a call of the loop that does no round.
     drafts: drafter as in ``--drafter`` → ``nodes`` it has verified, ``depth`` of them, ``draft_ms [B, L]``
-      and ``catch_up_ms``, milliseconds a committed token that it has not seen yet.
+      and ``catch_up_ms``, milliseconds a committed token that it has not seen yet; ``head``, a digest of the
+      trained head it was measured with, null without.
     acceptance: drafter → ``temperature``, ``proposing`` (share of rounds with a draft), ``rates`` by
       position and the ``rounds`` they were measured on.
     schema: of the file.

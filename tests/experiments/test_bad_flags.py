@@ -107,7 +107,7 @@ def test_every_shared_flag_is_here():
   ("bad", "words"),
   [
     (["--draft_model=x", "--drafter=prompt_lookup"], "--draft_model is not used by prompt_lookup"),
-    (["--window=2"], "--window = 2 is not used by adaptive[of=prompt_lookup], whose widths are "),
+    (["--window=2"], "--window = 2 is not used: a controller chooses among several"),
     (["--window=2", "--drafter=adaptive[of=prompt_lookup]"], "--window=2 is not used: --drafter=adaptive"),
     (["--rule=greedy", "--temperature=0.5"], "--rule=greedy needs --temperature=0"),
     (["--drafter=two_model"], "--drafter=two_model needs --draft_model"),

@@ -11,7 +11,7 @@ from flax import nnx
 from experiments import calibrate, generate, loops, measure, results, runtime
 from experiments import heads as trained
 from experiments.methods import parse_method
-from specjax.checkpoints import load_model, save_draft, save_eagle3, save_medusa
+from specjax.checkpoints import load_model, save_draft, save_eagle3, save_medusa, shipped
 from specjax.models import DraftConfig, DraftDecoder, Eagle3, MedusaConfig, MedusaHeads
 from tests import heads
 from tests.experiments.test_bad_flags import error_of
@@ -97,25 +97,51 @@ def test_two_sources_of_a_draft_are_one_too_many(models, folders, capsys):
 
 
 def test_a_calibration_belongs_to_its_heads(models, folders):
-  """What a head holds is in the key, not where it lies; runs without heads keep their key.
+  """What a head holds is noted with its drafts, not where it lies; the key is that of runs without heads.
 
   Fails when costs or acceptance of another head are believed.
   """
-  found = {}
+  found, keys = {}, []
   for kind in ("eagle3", "other"):
     with parsed(*flags_of(models, folders, kind)):
       job = runtime.load_job(["eagle3"])
-      found[kind] = runtime.calibration_key(job)["heads"]
-  assert found["eagle3"].startswith("eagle3 ") and found["eagle3"] != found["other"]
+      found[kind] = runtime.head_digest(job, "eagle3[window=2]")
+      keys.append(runtime.calibration_key(job))
+  assert found["eagle3"] != found["other"] and runtime.head_digest(job, "prompt_lookup") is None
   with parsed(*flags_of(models, folders, "eagle3")):
-    again = runtime.load_job(["eagle3"])
-    assert runtime.calibration_key(again)["heads"] == found["eagle3"]
+    assert runtime.head_digest(runtime.load_job(["eagle3"]), "eagle3") == found["eagle3"]
   with parsed(f"--model={models[0]}"):
-    assert "heads" not in runtime.calibration_key(runtime.load_job(["none"]))
+    keys.append(runtime.calibration_key(runtime.load_job(["none"])))
+  assert keys[0] == keys[1] == keys[2]
   moved = jax.tree.map(lambda x: x, job.heads["eagle3"].module)
   assert trained.digest(job.heads["eagle3"]) == trained.digest(
     type(job.heads["eagle3"])("eagle3", moved, job.heads["eagle3"].config, "elsewhere")
   )
+
+
+def test_shipped_heads_need_no_path(models, folders, tmp_path, monkeypatch):
+  """Of the target's name, each kind that is needed; --drafter_path comes first.
+
+  Fails when a head of another target is taken, or one that no method needs is loaded.
+  """
+  (tmp_path / "shipped" / "tiny").mkdir(parents=True)
+  for kind in ("eagle3", "draft"):
+    os.symlink(folders[kind], tmp_path / "shipped" / "tiny" / kind)
+  monkeypatch.setattr(shipped, "FOLDER", str(tmp_path / "shipped"))
+  loading = runtime.load_model
+  monkeypatch.setattr(runtime, "load_model", lambda _, **options: loading(models[0], **options))
+  source = lambda job, kind: os.path.realpath(job.heads[kind].source)
+  with parsed("--model=tiny"):
+    job = runtime.load_job(["none", "adaptive[of=eagle3]"])
+    assert set(job.heads) == {"eagle3"} and source(job, "eagle3") == os.path.realpath(folders["eagle3"])
+    assert set(runtime.load_job(["two_model"]).heads) == {"draft"}
+    with pytest.raises(ValueError, match="drafter medusa needs --drafter_path"):
+      runtime.load_job(["medusa"])
+  with parsed("--model=tiny", f"--drafter_path={folders['other']}"):
+    assert source(runtime.load_job(["eagle3"]), "eagle3") == os.path.realpath(folders["other"])
+  with parsed("--model=tiny", f"--draft_model={models[1]}"):
+    job = runtime.load_job(["two_model"])
+    assert not job.heads and job.draft is not None
 
 
 def test_what_a_head_has_not_been_fed_is_timed(models, folders, monkeypatch):
