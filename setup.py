@@ -50,6 +50,8 @@ setuptools.setup(
     # and, for machines without a CUDA toolkit, ptxas with the device library.
     "kernels": ["jax[tpu,cuda13-local]", "nvidia-cuda-nvcc>=13.0.48", "nvidia-nvvm>=13.0.48"],
     "plot": ["matplotlib>=3.11"],
+    # `experiments.train_drafter --tensorboard`: clu writes with TensorFlow.
+    "tensorboard": ["clu>=0.0.12", "tensorflow-cpu>=2.21"],
   },
   classifiers=[
     "License :: OSI Approved :: Apache Software License",

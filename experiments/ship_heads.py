@@ -1,7 +1,7 @@
 """Puts trained heads into the package, with what made them, and records how fast they are.
 
-  python -m experiments.ship_heads --runs=RUN,RUN,…        run folders of experiments.train_drafter
-  python -m experiments.ship_heads --results=T0,T1         run folders of experiments.spec_bench
+  python -m experiments.ship_heads --trained=RUN,RUN,…        run folders of experiments.train_drafter
+  python -m experiments.ship_heads --measured=T0,T1         run folders of experiments.spec_bench
 
 Heads go to ``specjax/checkpoints/shipped/TARGET/KIND/`` with their training's settings, result and log; the
 table goes to ``results.json`` beside them. Together heads must not be larger than --most_megabytes. This is
@@ -20,18 +20,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
-from specjax.training.records import HEAD, METRICS, read_config, read_metrics
 
 from experiments import flags as shared
 from experiments import results, summary
 from experiments.run_files import Run
 from specjax.checkpoints import package, shipped
 from specjax.checkpoints.files import write_json
+from specjax.training.records import HEAD, METRICS, read_config, read_metrics
 
-RUNS = flags.DEFINE_list("runs", [], "Finished training runs, one a kind of head.")
-RESULTS = flags.DEFINE_list(
-  "results", [], "Finished runs of experiments.spec_bench, one a temperature.", allow_override=True
-)
+TRAINED = flags.DEFINE_list("trained", [], "Finished training runs, one a kind of head.")
+MEASURED = flags.DEFINE_list("measured", [], "Finished runs of experiments.spec_bench, one a temperature.")
 MOST = flags.DEFINE_float("most_megabytes", 24.0, "Of all heads of a target together, 10^6 bytes each.", 0.0)
 
 # What a head of `train_drafter` is called in the package.
@@ -51,7 +49,7 @@ def place(run: str, folder: str) -> str:
   """
   config = read_config(run)
   if "result" not in config:
-    raise ValueError(f"--runs: {run}: this run is not finished; the same command of train_drafter goes on")
+    raise ValueError(f"--trained: {run}: this run is not finished; the same command of train_drafter goes on")
   kind = kind_of(config)
   os.makedirs(folder, exist_ok=True)
   with tempfile.TemporaryDirectory(dir=folder, prefix=f"{kind}.part-") as aside:
@@ -81,7 +79,7 @@ def ship(runs: Sequence[str], folder: str, most: float) -> None:
   configs = [read_config(run) for run in runs]
   kinds = [kind_of(config) for config in configs]
   if len(set(kinds)) < len(kinds):
-    raise ValueError(f"--runs are of {', '.join(kinds)}; one of a kind is needed")
+    raise ValueError(f"--trained are of {', '.join(kinds)}; one of a kind is needed")
   after = sizes(folder)
   for run, kind in zip(runs, kinds, strict=True):
     after[kind] = sum(entry.stat().st_size for entry in os.scandir(os.path.join(run, HEAD)))
@@ -106,12 +104,12 @@ def recorded(runs: Sequence[Run]) -> dict[str, Any]:
   for run in runs:
     (temperature,) = {f"{row['settings']['temperature']:g}" for row in run.rows}
     if temperature in seen:
-      raise ValueError(f"--results: {run.path}: another run has temperature {temperature} too")
+      raise ValueError(f"--measured: {run.path}: another run has temperature {temperature} too")
     seen.add(temperature)
     of_method = summary.by_method(run.rows)
     baseline = of_method.pop(summary.BASELINE)
     if not baseline:
-      raise ValueError(f"--results: {run.path}: no rows of plain decoding to compare with")
+      raise ValueError(f"--measured: {run.path}: no rows of plain decoding to compare with")
     for method, answered in of_method.items():
       mine = [row for key, row in answered.items() if key in baseline]
       plain = [baseline[key] for key in answered if key in baseline]
@@ -141,15 +139,15 @@ def main(_: Sequence[str]) -> None:
   model = shared.MODEL.value
   if model not in package.PACKAGED:
     raise ValueError(f"--model = {model!r}; heads are shipped for {', '.join(package.PACKAGED)}")
-  if not RUNS.value and not RESULTS.value:
-    raise ValueError("--runs or --results is needed; see --help")
+  if not TRAINED.value and not MEASURED.value:
+    raise ValueError("--trained or --measured is needed; see --help")
   folder = os.path.join(shipped.FOLDER, model)
-  if RUNS.value:
-    ship(RUNS.value, folder, MOST.value)
-  if RESULTS.value:
-    table = recorded([Run.read(path, i) for i, path in enumerate(RESULTS.value, start=1)])
+  if TRAINED.value:
+    ship(TRAINED.value, folder, MOST.value)
+  if MEASURED.value:
+    table = recorded([Run.read(path, i) for i, path in enumerate(MEASURED.value, start=1)])
     if not os.path.isdir(folder):
-      raise ValueError(f"{folder}: no heads there; ship some first, with --runs")
+      raise ValueError(f"{folder}: no heads there; ship some first, with --trained")
     results.write_file(
       os.path.join(folder, shipped.RESULTS), json.dumps(table, indent=2, ensure_ascii=False) + "\n"
     )

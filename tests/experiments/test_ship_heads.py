@@ -40,14 +40,14 @@ def test_heads_lie_in_the_package_with_what_made_them(home, tmp_path):
   eagle = trained(tmp_path / "a", "eagle3[steps=4]", result={"tokens": 7})
   draft = trained(tmp_path / "b", "distilled", result={})
   assert shipped.shipped_heads(MODEL) == {}
-  assert ship(f"--runs={eagle},{draft}") == 0
+  assert ship(f"--trained={eagle},{draft}") == 0
   assert shipped.shipped_heads(MODEL) == {kind: str(home / kind) for kind in ("eagle3", "draft")}
   assert shipped.shipped_heads("somewhere/model.gguf") == {}
   made = json.loads((home / "eagle3" / shipped.TRAINING).read_text())
   assert made["settings"]["--head"] == "eagle3[steps=4]" and made["result"] == {"tokens": 7}
   assert (home / "eagle3" / shipped.METRICS).read_text() == '{"step": 1}\n{"step": 2}\n'
   newer = trained(tmp_path / "c", "eagle3[steps=5]", result={"tokens": 8})
-  assert ship(f"--runs={newer}") == 0
+  assert ship(f"--trained={newer}") == 0
   assert json.loads((home / "eagle3" / shipped.TRAINING).read_text())["result"] == {"tokens": 8}
   assert sorted(os.listdir(home)) == ["draft", "eagle3"]
 
@@ -56,12 +56,12 @@ def test_heads_lie_in_the_package_with_what_made_them(home, tmp_path):
   ("arguments", "words"),
   [
     (["--model=other"], "--model = 'other'; heads are shipped for"),
-    ([], "--runs or --results is needed"),
-    (["--runs={eagle},{again}"], "--runs are of eagle3, eagle3; one of a kind"),
-    (["--runs={open}"], "this run is not finished"),
-    (["--runs={eagle},{large}", "--most_megabytes=0.01"], "--most_megabytes = 0.01; the heads would be"),
-    (["--results={one}"], "no heads there"),
-    (["--results={one},{two}"], "another run has temperature 0 too"),
+    ([], "--trained or --measured is needed"),
+    (["--trained={eagle},{again}"], "--trained are of eagle3, eagle3; one of a kind"),
+    (["--trained={open}"], "this run is not finished"),
+    (["--trained={eagle},{large}", "--most_megabytes=0.01"], "--most_megabytes = 0.01; the heads would be"),
+    (["--measured={one}"], "no heads there"),
+    (["--measured={one},{two}"], "another run has temperature 0 too"),
   ],
 )
 def test_what_cannot_be_shipped(arguments, words, home, tmp_path, capsys):
@@ -94,8 +94,8 @@ def test_the_recorded_table_names_the_best(home, tmp_path, capsys):
 
   greedy = save_run(tmp_path / "t0", rows(0.0, {"A": 4.0, "B": 3.0}), versions={"jax": "1"})
   sampled = save_run(tmp_path / "t1", rows(1.0, {"A": 5.0, "B": 7.5}), versions={"jax": "1"})
-  ship(f"--runs={trained(tmp_path / 'a', 'eagle3', result={})}")
-  assert ship(f"--results={greedy},{sampled}") == 0
+  ship(f"--trained={trained(tmp_path / 'a', 'eagle3', result={})}")
+  assert ship(f"--measured={greedy},{sampled}") == 0
   table = shipped.shipped_results(MODEL)
   assert table["best"] == "A" and table["versions"] == {"jax": "1"}
   assert table["methods"]["A"] == {"0": {"tau": 2.0, "speedup": 1.5}, "1": {"tau": 2.0, "speedup": 1.2}}

@@ -1,6 +1,6 @@
 """All faults, in the order in which they are tried."""
 
-from tests.mutants import Mutant, around, control, core, drafting, heads, processing, rules
+from tests.mutants import Mutant, around, control, core, drafting, heads, processing, rules, training
 
 MUTANTS: tuple[Mutant, ...] = (
   *core.MUTANTS,
@@ -10,4 +10,5 @@ MUTANTS: tuple[Mutant, ...] = (
   *heads.MUTANTS,
   *around.MUTANTS,
   *control.MUTANTS,
+  *training.MUTANTS,
 )

@@ -1,0 +1,37 @@
+"""Heads and how they are trained: one file a head, one entry here."""
+
+from __future__ import annotations
+
+from specjax import options
+from specjax.training.recipes.base import Recipe, TextStats, acceptance, reference, without_layers
+from specjax.training.recipes.distilled import Distilled
+from specjax.training.recipes.eagle3 import EagleThree
+from specjax.training.recipes.medusa import Medusa
+
+RECIPES: dict[str, type[Recipe]] = {recipe.name: recipe for recipe in (Distilled, Medusa, EagleThree)}
+
+
+def make_recipe(text: str) -> Recipe:
+  """A recipe by its name, with options in brackets: ``eagle3[steps=4,draft_vocab=8192]``.
+
+  Raises:
+    ValueError: an unknown name, or options it does not take.
+  """
+  name, own = options.parse("head", text)
+  if name not in RECIPES:
+    raise ValueError(f"head = {text!r}; it must be one of {', '.join(RECIPES)}")
+  return options.make("head", text, RECIPES[name], own)
+
+
+__all__ = [
+  "RECIPES",
+  "Distilled",
+  "EagleThree",
+  "Medusa",
+  "Recipe",
+  "TextStats",
+  "acceptance",
+  "make_recipe",
+  "reference",
+  "without_layers",
+]

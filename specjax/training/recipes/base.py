@@ -1,0 +1,276 @@
+"""What the loop asks of a head, and what all heads share: losses and held-out acceptance by position.
+
+A head that drafts chains says its logits by depth (`Recipe.chain_logits`); loss and evaluation follow from
+them. Everything is a sum over learned tokens, linear in the rows of a batch: the step divides by the number
+of learned tokens, so that cutting a batch into parts, or over devices, changes nothing but the rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from specjax.models import Decoder, DecoderConfig, OutputLayer, layers, output_rows
+from specjax.sampling import mask_padding
+from specjax.training import losses, vocabulary
+from specjax.training.batches import Batch, chain_counts, rows_at
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class TextStats:
+  """What a head is told of the texts before it is made.
+
+  Attributes:
+    counts: int ``[V]``, how often each token is learned in the training samples.
+    keep: ids that a draft vocabulary must have, e.g. those that end an answer.
+  """
+
+  counts: np.ndarray
+  keep: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+  """How a head is made, trained and judged: static and hashable; its fields are the options in brackets.
+
+  Attributes:
+    draft_vocab: Vd, tokens that the head can say, the most frequent ones; None: all V.
+    rank: of a factored output layer, where the head has one of its own; None: one matrix.
+    loss: one of `losses.LOSSES`, on the target's probabilities renormalised over the draft vocabulary, or
+      ``tokens``: cross-entropy on the text (tokens that the draft vocabulary lacks do not count).
+    decay: depth d weighs ``decay ** d`` in the loss.
+    judged: depths that evaluation looks at; None: as many as the head has.
+  """
+
+  draft_vocab: int | None = None
+  rank: int | None = None
+  loss: str = "cross_entropy"
+  decay: float = 0.8
+  judged: int | None = None
+
+  name: ClassVar[str]
+  learning_rate: ClassVar[float] = 1e-3
+  # See `batches.chain_counts`.
+  lag: ClassVar[int]
+
+  def __post_init__(self):
+    known = (*losses.LOSSES, losses.TOKENS)
+    if self.loss not in known:
+      raise ValueError(f"{self.name}: loss = {self.loss!r}; it must be one of {', '.join(known)}")
+    if not (isinstance(self.decay, int | float) and 0 < self.decay <= 1):
+      raise ValueError(f"{self.name}: decay = {self.decay!r}; it must be in (0, 1]")
+    for field in ("draft_vocab", "rank", "judged"):
+      check_positive(self.name, field, getattr(self, field), optional=True)
+
+  # --- a head's own ----------------------------------------------------------------------------------
+
+  @property
+  def depth(self) -> int:
+    """Depths that are trained."""
+    raise NotImplementedError
+
+  def taps(self, target: DecoderConfig) -> tuple[int, ...]:
+    """Layers of the target whose input batches must bring; the last is always ``num_layers``."""
+    raise NotImplementedError
+
+  def init(self, target: Decoder, stats: TextStats, rngs: nnx.Rngs) -> nnx.Module:
+    """A fresh head with float32 parameters.
+
+    Raises:
+      ValueError: options that do not fit the target.
+    """
+    raise NotImplementedError
+
+  def chain_logits(self, module: Any, frozen: Decoder, batch: Batch, depth: int) -> list[Array]:
+    """Logits over the draft vocabulary by depth: float32 ``[B, P - d, Vd]`` for d = 0 … depth - 1.
+
+    Entry k of depth d is what the chain that begins at entry k of ``batch.counted`` says there, given the
+    text before; where `chain_counts` is false it may be anything finite.
+    """
+    raise NotImplementedError
+
+  def save(self, path: str, module: Any, target: str, *, dtype) -> None:
+    """Writes the head as a new folder, in a layout that `checkpoints.load_head` reads.
+
+    Args:
+      target: name of the model it drafts for, kept in the config.
+      dtype: float32 or bfloat16.
+    """
+    raise NotImplementedError
+
+  # --- shared ----------------------------------------------------------------------------------------
+
+  def choose_ids(self, target: DecoderConfig, stats: TextStats) -> np.ndarray | None:
+    """The draft vocabulary, int32 ``[Vd]`` ascending; None: the target's."""
+    if self.draft_vocab is None:
+      return None
+    real = target.num_real_tokens
+    return vocabulary.draft_vocabulary(stats.counts, self.draft_vocab, num_real_tokens=real, keep=stats.keep)
+
+  def loss_sums(
+    self, module: Any, frozen: Decoder, batch: Batch, key: Array
+  ) -> tuple[Array, dict[str, Array]]:
+    """Σ over depths of decay^d · Σ over learned tokens of the loss there.
+
+    Args:
+      module: the head.
+      frozen: the target; only its embedding, final norm and output head are read.
+      key: for heads that add noise.
+
+    Returns:
+      The sum, and sums by depth for the log: ``loss``, ``agreed`` (the most likely token of both within the
+      draft vocabulary is the same), ``count``; float32 ``[depth]``.
+    """
+    del key
+    logits = self.chain_logits(module, frozen, batch, self.depth)
+    p = target_probs(frozen, batch, module.ids)
+    total, found = jnp.float32(0), []
+    for d, q in enumerate(logits):
+      counts = chain_counts(batch, d, self.lag)
+      if self.loss == losses.TOKENS:
+        index, inside = places_in(module.ids, rows_at(batch.tokens, batch.counted[:, d:]))
+        values, counts = losses.token_cross_entropy(index, q), counts & inside
+      else:
+        values = losses.LOSSES[self.loss](p[:, d:], q)
+      agreed = jnp.argmax(p[:, d:], axis=-1) == jnp.argmax(q, axis=-1)
+      value = losses.masked_sum(values, counts)
+      total += self.decay**d * value
+      found.append((value, losses.masked_sum(agreed, counts), counts.sum(dtype=jnp.float32)))
+    value, agreed, count = map(jnp.stack, zip(*found))
+    return total, {"loss": value, "agreed": agreed, "count": count}
+
+  def evaluate(self, module: Any, frozen: Decoder, batch: Batch) -> dict[str, Array]:
+    """Sums from which acceptance by position follows; see `acceptance`.
+
+    ``batch`` has ``best`` and ``mass``, see `reference`.
+
+    Returns:
+      float32 ``[judged]`` each, by depth. ``count``: chains that get so far in the text. ``agreed``: of
+      these, whose draft there is the target's most likely token (given the text). ``overlap``: Σ min(p, q).
+      ``reached``: of these, in which the text is the target's most likely one and so were all drafts before
+      (so a greedy round would get there); ``accepted``: of those, whose draft there is, too. And ``mass``
+      ``[1]``, the target's probability of the draft vocabulary where a chain may begin.
+    """
+    judged = self.judged or self.depth
+    logits = self.chain_logits(module, frozen, batch, judged)
+    p = target_probs(frozen, batch, module.ids) * batch.mass[..., None]
+    greedy = rows_at(batch.tokens, batch.counted) == batch.best
+    reached = batch.counted >= 0
+    found = []
+    for d, q in enumerate(logits):
+      counts = chain_counts(batch, d, self.lag)
+      choice = jnp.argmax(q, axis=-1)
+      choice = choice if module.ids is None else module.ids[choice]
+      agreed = choice == batch.best[:, d:]
+      shared = losses.overlap(p[:, d:], q)
+      reached = reached[:, : counts.shape[1]] & counts
+      values = [counts, agreed & counts, jnp.where(counts, shared, 0.0), reached, reached & agreed]
+      found.append([value.sum(dtype=jnp.float32) for value in values])
+      reached = reached & agreed & greedy[:, d:]
+    names = ("count", "agreed", "overlap", "reached", "accepted")
+    sums = {name: jnp.stack(values) for name, values in zip(names, zip(*found))}
+    return sums | {"mass": losses.masked_sum(batch.mass, chain_counts(batch, 0, self.lag))[None]}
+
+
+def check_positive(what: str, field: str, value: Any, *, optional: bool = False) -> None:
+  """Raises ``ValueError`` unless the value is an integer of at least 1 (or None, if ``optional``)."""
+  if not (optional and value is None) and not (isinstance(value, int) and value >= 1):
+    raise ValueError(
+      f"{what}: {field} = {value!r}; it must be an integer of at least 1{' or None' if optional else ''}"
+    )
+
+
+# --- the target ------------------------------------------------------------------------------------
+
+
+def without_layers(target: Decoder) -> Decoder:
+  """The target's embedding, final norm and output head: all that is read beside recorded features."""
+  part = copy.copy(target)
+  part.layers = nnx.List([])
+  return part
+
+
+def target_logits(frozen: Decoder, hidden: Array, ids: Array | None) -> Array:
+  """The last layer's output ``[..., D]`` → float32 logits ``[..., Vd]`` over the draft vocabulary."""
+  normed = frozen.norm(hidden.astype(frozen.dtype))
+  logits = layers.matmul(normed, output_rows(frozen, ids)).astype(jnp.float32)
+  return mask_padding(logits, frozen.config.num_real_tokens) if ids is None else logits
+
+
+def before(batch: Batch) -> Array:
+  """The last layer's output at the position before each learned token: ``[B, P, D]``."""
+  return rows_at(batch.taps[:, :, -1], batch.counted - 1)
+
+
+def target_probs(frozen: Decoder, batch: Batch, ids: Array | None) -> Array:
+  """The target's distribution of each learned token over the draft vocabulary: ``[B, P, Vd]``, sums 1."""
+  return jax.lax.stop_gradient(jax.nn.softmax(target_logits(frozen, before(batch), ids), axis=-1))
+
+
+def reference(frozen: Decoder, batch: Batch, ids: Array | None) -> tuple[Array, Array]:
+  """``best`` and ``mass`` of a batch, over the whole vocabulary, a row at a time."""
+
+  def of_row(hidden):
+    logits = target_logits(frozen, hidden, None)
+    drafted = logits if ids is None else jnp.take(logits, ids, axis=-1)
+    mass = jnp.exp(jax.nn.logsumexp(drafted, axis=-1) - jax.nn.logsumexp(logits, axis=-1))
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32), mass
+
+  return jax.lax.map(of_row, before(batch))
+
+
+def places_in(ids: Array | None, tokens: Array) -> tuple[Array, Array]:
+  """Where tokens stand in the draft vocabulary, and whether they do."""
+  if ids is None:
+    return tokens, jnp.ones(tokens.shape, bool)
+  index = jnp.minimum(jnp.searchsorted(ids, tokens), len(ids) - 1)
+  return index, ids[index] == tokens
+
+
+def copied(part: Any) -> Any:
+  """A module or array of the target's, its values copied to float32."""
+  return jax.tree.map(lambda x: jnp.array(x, jnp.float32), part)
+
+
+def start_from_target(output: OutputLayer, target: Decoder, ids: np.ndarray | None) -> None:
+  """Gives an output layer the target's own rows; a factored one their best approximation of its rank."""
+  rows = np.asarray(output_rows(target, ids), np.float32)
+  if output.weight is not None:
+    output.weight = nnx.Param(jnp.asarray(rows))
+    return
+  rank = output.down.shape[0]
+  if rank > min(rows.shape):
+    raise ValueError(f"rank = {rank}; a layer of {rows.shape[0]} x {rows.shape[1]} has {min(rows.shape)}")
+  u, s, vt = np.linalg.svd(rows, full_matrices=False)
+  root = np.sqrt(s[:rank])
+  output.up = nnx.Param(jnp.asarray(u[:, :rank] * root))
+  output.down = nnx.Param(jnp.asarray(root[:, None] * vt[:rank]))
+
+
+def acceptance(sums: dict[str, np.ndarray]) -> dict[str, Any]:
+  """From summed `Recipe.evaluate` to what is logged.
+
+  Returns:
+    Lists by depth: ``acceptance``, of greedy rounds that get there (null where none does); ``agreement``,
+    whatever came before; ``overlap``, mean Σ min(p, q), the acceptance of sampled drafts. And ``coverage``,
+    the target's mass in the draft vocabulary, and ``tau``, tokens of a greedy round with a chain of so many
+    drafts: 1 + Σ_d Π_{i ≤ d} acceptance.
+  """
+  rate = lambda over, under: [float(a / b) if b else None for a, b in zip(over, under)]
+  accepted = rate(sums["accepted"], sums["reached"])
+  chances = np.cumprod([0.0 if share is None else share for share in accepted])
+  return {
+    "acceptance": accepted,
+    "agreement": rate(sums["agreed"], sums["count"]),
+    "overlap": rate(sums["overlap"], sums["count"]),
+    "coverage": float(sums["mass"][0] / max(sums["count"][0], 1)),
+    "tau": float(1 + chances.sum()),
+  }

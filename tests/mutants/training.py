@@ -1,0 +1,169 @@
+"""Faults in the training of draft heads."""
+
+from tests.mutants import Mutant
+
+RECIPES = "specjax/training/recipes"
+BATCHES, PACKED, STEP = (f"specjax/training/{name}.py" for name in ("batches", "packed", "step"))
+LOSSES = "specjax/training/losses.py"
+
+LOOPS = "tests/training/test_recipes.py::test_loss_is_that_of_the_loops"
+FIGURES = "tests/training/test_recipes.py::test_held_out_figures_are_those_of_the_loops"
+DECODING = "tests/training/test_recipes.py::test_training_time_test_is_decoding"
+ALONE = "tests/training/test_packed.py::test_packed_rows_are_the_samples_alone"
+RESUMED = "tests/training/test_loop.py::test_a_killed_run_ends_with_the_same_bits"
+GRADIENT = "tests/training/test_losses.py::test_gradient_is_that_of_the_formula"
+
+MUTANTS = (
+  Mutant(
+    "distilled draft learns its own last token",
+    "logits are read at the token that is drafted, not before it",
+    f"{RECIPES}/distilled.py",
+    "batch.counted - 1)))",
+    "batch.counted)))",
+    (f"{LOOPS}[distilled]",),
+  ),
+  Mutant(
+    "medusa reads one position late",
+    "heads see the hidden state of the root, which decoding does not have",
+    f"{RECIPES}/medusa.py",
+    "batch.counted - 2)",
+    "batch.counted - 1)",
+    (f"{LOOPS}[medusa]",),
+  ),
+  Mutant(
+    "eagle chains begin one row late",
+    "logits of a chain behind row u - 1 are taken for the token at u",
+    f"{RECIPES}/eagle3.py",
+    "width - step] - 2)",
+    "width - step] - 1)",
+    (f"{LOOPS}[eagle3]",),
+  ),
+  Mutant(
+    "eagle step sees the wrong token",
+    "each step embeds the token before the one that the chain drafted",
+    f"{RECIPES}/eagle3.py",
+    "-(1 + step)",
+    "-step",
+    (DECODING,),
+  ),
+  Mutant(
+    "no diagonal",
+    "a step of the training-time test does not see the chain's own nodes",
+    f"{RECIPES}/eagle3.py",
+    "attend(q, *true, seen, own)",
+    "attend(q, *true, seen)",
+    (DECODING,),
+  ),
+  Mutant(
+    "rotary position of the first step",
+    "all steps of the training-time test stand at the row's own position",
+    f"{RECIPES}/eagle3.py",
+    "batch.positions + step",
+    "batch.positions",
+    (DECODING,),
+  ),
+  Mutant(
+    "fused again",
+    "the target's features are fed at every step in place of what recurs",
+    f"{RECIPES}/eagle3.py",
+    "    features = module.layer.finish(module.layer.residual(features), attended)\n    yield features",
+    "    yield module.layer.finish(module.layer.residual(features), attended)",
+    (DECODING,),
+  ),
+  Mutant(
+    "samples see each other",
+    "attention crosses the segments of a row",
+    PACKED,
+    "seen = same & (distance >= 0)",
+    "seen = (distance >= 0) | (same & False)",
+    (ALONE,),
+  ),
+  Mutant(
+    "positions run on",
+    "a sample's positions are its places in the row",
+    BATCHES,
+    "segment, np.arange(size)",
+    "segment, np.arange(start, start + size)",
+    ("tests/training/test_batches.py::test_every_token_once",),
+  ),
+  Mutant(
+    "prompts are learned",
+    "the mask of a sample is ignored",
+    BATCHES,
+    "np.flatnonzero(sample.mask[1:size])",
+    "np.arange(size - 1)",
+    (f"{LOOPS}[medusa]", "tests/training/test_batches.py::test_every_token_once"),
+  ),
+  Mutant(
+    "chains run over gaps",
+    "a chain goes on behind tokens that are not learned",
+    BATCHES,
+    "(last == first + depth) & (end == begin + depth)",
+    "(last >= 0)",
+    (f"{LOOPS}[medusa]",),
+  ),
+  Mutant(
+    "depths weigh alike",
+    "no decay over depths",
+    f"{RECIPES}/base.py",
+    "self.decay**d * value",
+    "value",
+    (f"{LOOPS}[medusa]",),
+  ),
+  Mutant(
+    "the target one token on",
+    "the distribution of the next token is taken for a learned one's",
+    f"{RECIPES}/base.py",
+    "batch.counted - 1)",
+    "batch.counted)",
+    (f"{LOOPS}[distilled]",),
+  ),
+  Mutant(
+    "acceptance over the draft vocabulary",
+    "Σ min(p, q) forgets the target's mass outside of it",
+    f"{RECIPES}/base.py",
+    "target_probs(frozen, batch, module.ids) * batch.mass[..., None]",
+    "target_probs(frozen, batch, module.ids)",
+    (f"{FIGURES}[eagle3]",),
+  ),
+  Mutant(
+    "rounds that were never reached",
+    "acceptance at a depth counts chains that ended before",
+    f"{RECIPES}/base.py",
+    "reached = reached & agreed & greedy[:, d:]",
+    "reached = reached & greedy[:, d:]",
+    (f"{FIGURES}[eagle3]",),
+  ),
+  Mutant(
+    "optimizer starts anew",
+    "a resumed run begins the schedule and the moments again",
+    "specjax/training/loop.py",
+    "checkpoints.restore(state))",
+    "checkpoints.restore(state).replace(optimizer=state.optimizer))",
+    (RESUMED,),
+  ),
+  Mutant(
+    "rows start anew",
+    "a resumed run sees the first rows again",
+    "specjax/training/loop.py",
+    "data.read(order.rows(done))",
+    "data.read(order.rows(done - (start or 0)))",
+    (RESUMED,),
+  ),
+  Mutant(
+    "mean over a part",
+    "each part of a step counts as one, however many tokens are learned in it",
+    STEP,
+    "learned = jnp.maximum((batch.counted >= 0).sum(), 1)",
+    "learned = jnp.maximum((batch.counted >= 0).sum() / accumulate, 1)",
+    ("tests/training/test_mesh.py",),
+  ),
+  Mutant(
+    "total variation of logits' sign",
+    "the loss grows with the acceptance",
+    LOSSES,
+    "return 1.0 - overlap(p, logits)",
+    "return overlap(p, logits)",
+    (f"{GRADIENT}[total_variation]",),
+  ),
+)

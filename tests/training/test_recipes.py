@@ -1,0 +1,294 @@
+"""Each head's loss and held-out figures against loops over single samples and the *decoding* modules.
+
+The reference shares no code with `training` but the samples: hidden states come from `Decoder.__call__`, what
+a head says from its own `__call__` with a cache, sums from loops in numpy and float64.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from specjax import cache as kv
+from specjax.testing import tiny_model
+from specjax.training.batches import Packed
+from specjax.training.recipes import RECIPES, TextStats, acceptance, make_recipe, reference
+from specjax.training.recipes.base import Recipe
+from specjax.training.recipes.eagle3 import hidden_by_step
+from specjax.training.step import Parts, with_features
+from tests.training.texts import greedy_texts, random_texts
+
+WIDTH, STEPS = 24, 3
+LENGTHS = [13, 24, 9, 17, 20, 11]
+VOCAB = 40  # of the draft
+RECIPES_UNDER_TEST = {
+  "distilled": f"distilled[layers=(1,),draft_vocab={VOCAB},output=own,judged={STEPS}]",
+  "medusa": f"medusa[heads={STEPS},draft_vocab={VOCAB},decay=0.7]",
+  "eagle3": f"eagle3[steps={STEPS},tap_layers=(0,1,2),start=1,draft_vocab={VOCAB}]",
+}
+
+
+@functools.cache
+def target():
+  return tiny_model(0)
+
+
+@functools.cache
+def texts():
+  """Half random, half the target's own, so that greedy rounds get somewhere."""
+  random = random_texts(5, LENGTHS)
+  own = greedy_texts(target(), random.padded(WIDTH)[:3, :4], WIDTH)
+  random.samples[:3] = own.samples
+  return random
+
+
+@functools.cache
+def head(name):
+  """A recipe, and a head that is not at its start, where some parts are 0 or the target's."""
+  recipe = make_recipe(RECIPES_UNDER_TEST[name])
+  counts = np.random.default_rng(2).integers(0, 9, 61)
+  module = recipe.init(target(), TextStats(counts, keep=(60,)), nnx.Rngs(3))
+  parts = Parts(module)
+  noise = np.random.default_rng(4)
+  shifted = {k: v + 0.05 * noise.standard_normal(v.shape).astype(np.float32) for k, v in parts.params.items()}
+  return recipe, parts.merge(shifted, parts.rest)
+
+
+@functools.cache
+def packed(name):
+  """The samples in rows, with the hidden states that the recipe wants."""
+  rows = Packed(texts(), range(len(LENGTHS)), row_length=40)
+  assert any(len(rows.samples_of(b)) > 1 for b in range(rows.num_rows))
+  batch = jax.tree.map(jnp.asarray, rows.read([*range(rows.num_rows), -1]))
+  return with_features(head(name)[0], target(), batch)
+
+
+@functools.cache
+def of_target():
+  """Hidden states ``[samples, T, taps (0, 1, 2), D]`` and logits of the target over each sample alone."""
+  forward = jax.jit(lambda m, x: m(x, m.init_cache(len(LENGTHS), WIDTH), taps=(0, 1, 2)))
+  output = forward(target(), jnp.asarray(texts().padded(WIDTH)))
+  return output.taps, np.asarray(output.logits, np.float64)
+
+
+@jax.jit
+def decoded_chains(module, embed, tokens, features):
+  """An EAGLE-3 head as decoding uses it: chains of the text's tokens behind each row of a sample.
+
+  Returns:
+    What recurs, ``[samples, T - 1, STEPS, D]``, and logits.
+  """
+  n, length = tokens.shape
+  embeddings = jnp.take(embed, tokens, axis=0)
+  prefix = module(embeddings[:, 1:], features[:, :-1], module.init_cache(n, length + STEPS))
+  rows = length - 1
+  sample, at = jnp.repeat(jnp.arange(n), rows), jnp.tile(jnp.arange(rows), n)
+  cut = lambda buffers: tuple(buffer[sample] for buffer in buffers)
+  cache = kv.KVCache(cut(prefix.cache.k), cut(prefix.cache.v), at + 1)
+  hidden, logits = prefix.hidden[sample, at][:, None], [prefix.logits[sample, at]]
+  recurs = [hidden[:, 0]]
+  for step in range(1, STEPS):
+    following = embeddings[sample, jnp.minimum(at + 1 + step, length - 1)][:, None]
+    output = module(following, hidden, cache)
+    hidden, cache = output.hidden, kv.commit(output.cache, None, jnp.ones_like(at))
+    recurs.append(hidden[:, 0])
+    logits.append(output.logits[:, 0])
+  shape = lambda x: jnp.stack(x, axis=1).reshape(n, rows, STEPS, -1)
+  return shape(recurs), shape(logits)
+
+
+@functools.cache
+def drafts(name):
+  """``(sample, u, d)`` → logits of depth d of the chain whose first draft is the token at place u."""
+  _, module = head(name)
+  tokens = jnp.asarray(texts().padded(WIDTH))
+  taps, _ = of_target()
+  if name == "distilled":
+    logits = np.asarray(jax.jit(lambda m, x: m(x, m.init_cache(*x.shape)).logits)(module, tokens))
+    return lambda i, u, d: logits[i, u + d - 1]
+  if name == "medusa":
+    rows = jnp.take(target().head.weight[...], module.ids, axis=0)
+    logits = np.asarray(module(target().norm(taps[:, :, 2]), lambda x: x @ rows.T))
+    return lambda i, u, d: logits[i, u - 2, d]
+  _, logits = decoded_chains(module, target().embed[...], tokens, module.fuse(taps))
+  logits = np.asarray(logits)
+  return lambda i, u, d: logits[i, u - 2, d]
+
+
+def softmax(x):
+  e = np.exp(x - x.max())
+  return e / e.sum()
+
+
+def chains(name):
+  """Every ``(sample, u, d)`` that counts: learned all the way, and something known before."""
+  lag = head(name)[0].lag
+  for i, sample in enumerate(texts().samples):
+    for u in range(1 + lag, len(sample.tokens)):
+      for d in range(STEPS):
+        if u + d < len(sample.tokens) and sample.mask[u : u + d + 1].all():
+          yield i, u, d
+
+
+def learned():
+  return sum(int(sample.mask[1:].sum()) for sample in texts().samples)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_loss_is_that_of_the_loops(name):
+  """Fails on a shift by one, an ignored mask, samples that see each other, another weight of a depth."""
+  recipe, module = head(name)
+  ids, logits = np.asarray(module.ids), of_target()[1]
+  by_depth, counts = np.zeros(recipe.depth), np.zeros(recipe.depth)
+  for i, u, d in chains(name):
+    if d < recipe.depth:
+      p = softmax(logits[i, u + d - 1][ids])
+      q = softmax(drafts(name)(i, u, d).astype(np.float64))
+      entropy = 0.0 if recipe.loss == "cross_entropy" else (p * np.log(p)).sum()
+      by_depth[d] += entropy - (p * np.log(q)).sum()
+      counts[d] += 1
+  loss = jax.jit(lambda module, frozen, batch: recipe.loss_sums(module, frozen, batch, None))
+  total, sums = loss(module, target(), packed(name))
+  np.testing.assert_array_equal(sums["count"], counts)
+  np.testing.assert_allclose(sums["loss"], by_depth, rtol=1e-4)
+  np.testing.assert_allclose(total, (by_depth * recipe.decay ** np.arange(recipe.depth)).sum(), rtol=1e-4)
+  assert (np.asarray(packed(name).counted) >= 0).sum() == learned()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_held_out_figures_are_those_of_the_loops(name):
+  """Agreement, acceptance round by round, Σ min(p, q) over the target's whole vocabulary, coverage."""
+  recipe, module = head(name)
+  ids, logits = np.asarray(module.ids), of_target()[1]
+  expected = {key: np.zeros(STEPS) for key in ("count", "agreed", "overlap", "reached", "accepted")}
+  mass = 0.0
+  choice = lambda i, u, d: ids[drafts(name)(i, u, d).argmax()]
+  for i, u, d in chains(name):
+    tokens = texts().samples[i].tokens
+    best = lambda place, i=i: logits[i, place - 1].argmax()
+    p = softmax(logits[i, u + d - 1])[ids]
+    agreed = choice(i, u, d) == best(u + d)
+    before = all(choice(i, u, e) == best(u + e) == tokens[u + e] for e in range(d))
+    expected["count"][d] += 1
+    expected["agreed"][d] += agreed
+    expected["overlap"][d] += np.minimum(p, softmax(drafts(name)(i, u, d).astype(np.float64))).sum()
+    expected["reached"][d] += before
+    expected["accepted"][d] += before and agreed
+    mass += p.sum() if d == 0 else 0.0
+
+  @jax.jit
+  def evaluate(module, frozen, batch):
+    best, mass = reference(frozen, batch, module.ids)
+    return recipe.evaluate(module, frozen, batch.replace(best=best, mass=mass))
+
+  sums = evaluate(module, target(), packed(name))
+  assert expected["reached"][1] > 0
+  for key, values in expected.items():
+    np.testing.assert_allclose(sums[key], values, rtol=1e-4, err_msg=key)
+  np.testing.assert_allclose(sums["mass"], [mass], rtol=1e-4)
+
+
+def test_training_time_test_is_decoding():
+  """What recurs at every place and step, against `Eagle3.__call__` with a cache that is committed row by row.
+
+  Fails without the diagonal, with a diagonal that sees other places, or at other rotary positions.
+  """
+  _, module = head("eagle3")
+  taps, _ = of_target()
+  decoded, _ = decoded_chains(
+    module, target().embed[...], jnp.asarray(texts().padded(WIDTH)), module.fuse(taps)
+  )
+  batch = packed("eagle3")
+  steps = jax.jit(lambda *args: list(hidden_by_step(*args, STEPS)))(module, target(), batch)
+  rows = Packed(texts(), range(len(LENGTHS)), row_length=40)
+  for j, hidden in enumerate(steps):
+    for b in range(rows.num_rows):
+      for segment, i in enumerate(rows.samples_of(b), start=1):
+        found = np.asarray(hidden)[b][np.asarray(batch.segments)[b] == segment]
+        known = len(found) - 1 - j
+        np.testing.assert_allclose(found[:known], decoded[i, :known, j], atol=1e-5)
+
+
+def test_a_draft_that_is_the_target_has_no_loss():
+  """All of its layers, its own output rows: KL 0, everything accepted."""
+  recipe = make_recipe("distilled[layers=(0,1)]")
+  module = recipe.init(target(), TextStats(np.ones(61)), nnx.Rngs(0))
+  batch = packed("distilled")
+  best, mass = reference(target(), batch, None)
+  total, _ = recipe.loss_sums(module, target(), batch, None)
+  figures = acceptance(recipe.evaluate(module, target(), batch.replace(best=best, mass=mass)))
+  np.testing.assert_allclose(total, 0.0, atol=1e-3)
+  assert figures["acceptance"] == [1.0] * 4 and figures["tau"] == 5.0
+  np.testing.assert_allclose([figures["coverage"], *figures["overlap"]], 1.0, atol=1e-5)
+
+
+def test_fresh_heads_start_from_the_target():
+  """Medusa's say what the target says of its hidden state; low-rank output layers come near its rows."""
+  stats = TextStats(np.arange(61))
+  module = make_recipe("medusa[heads=2,output=shared,draft_vocab=20]").init(target(), stats, nnx.Rngs(0))
+  hidden = jnp.asarray(np.random.default_rng(0).standard_normal((5, 32)), jnp.float32)
+  logits = target().unembed(hidden)[:, 41:]
+  np.testing.assert_allclose(module(hidden), np.stack([logits] * 2, axis=1), rtol=1e-4, atol=1e-4)
+  errors = []
+  for rank in (4, 16, 32):
+    head = make_recipe(f"eagle3[tap_layers=(0,1,2),rank={rank}]").init(target(), stats, nnx.Rngs(0))
+    errors.append(float(jnp.abs(head.output(hidden) - target().unembed(hidden)).mean()))
+  assert errors[0] > errors[1] > errors[2] and errors[2] < 1e-3
+  started = make_recipe("eagle3[tap_layers=(0,1,2),start=1]").init(target(), stats, nnx.Rngs(0))
+  layer, chosen = started.layer, target().layers[1]
+  np.testing.assert_array_equal(layer.attention.o.weight[...], chosen.attention.o.weight[...])
+  np.testing.assert_array_equal(layer.attention.q.weight[...][:, 32:], chosen.attention.q.weight[...])
+  first = target().layers[0].attention.q.weight[...]
+  np.testing.assert_array_equal(layer.attention.q.weight[...][:, :32], first)
+
+
+def test_the_texts_tokens_as_labels():
+  """``loss=tokens``: cross-entropy on the text; tokens that the draft vocabulary lacks do not count."""
+  base, module = head("medusa")
+  recipe = make_recipe(RECIPES_UNDER_TEST["medusa"].replace("decay", "loss=tokens,decay"))
+  assert recipe.decay == base.decay
+  ids = np.asarray(module.ids).tolist()
+  total = count = 0.0
+  for i, u, d in chains("medusa"):
+    token = texts().samples[i].tokens[u + d]
+    if token in ids:
+      q = softmax(drafts("medusa")(i, u, d).astype(np.float64))
+      total -= recipe.decay**d * np.log(q[ids.index(token)])
+      count += 1
+  value, sums = recipe.loss_sums(module, target(), packed("medusa"), None)
+  np.testing.assert_allclose([value, sums["count"].sum()], [total, count], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+  ("text", "words"),
+  [
+    ("perplexity", "head = 'perplexity'"),
+    ("distilled[loss=l2]", "loss = 'l2'"),
+    ("distilled[decay=0]", "decay = 0"),
+    ("eagle3[steps=0]", "steps = 0"),
+    ("distilled[layers=(0,2)]", r"the target's are 0 … 1"),
+    ("distilled[layers=few]", "layers = 'few'"),
+    ("distilled[depth=2]", "depth"),
+    ("distilled[output=target,rank=3]", "output_rank = 3"),
+    ("medusa[judged=5]", "judged = 5"),
+    ("medusa[draft_vocab=62]", "draft_vocab = 62"),
+    ("medusa[output=mine]", "output = 'mine'"),
+    ("eagle3", "fewer than 7 layers"),
+    ("eagle3[tap_layers=(0,1,3)]", r"tap_layers = \(0, 1, 3\)"),
+    ("eagle3[tap_layers=(0,1,2),start=2]", "start = 2"),
+    ("eagle3[tap_layers=(0,1,2),start=0,d_ff=8]", "d_ff = 8"),
+    ("eagle3[tap_layers=(0,1,2),rank=33]", "rank = 33"),
+  ],
+)
+def test_options_that_do_not_fit(text, words):
+  """One error that names the option, the value and the limit, before anything compiles."""
+  with pytest.raises(ValueError, match=words):
+    make_recipe(text).init(target(), TextStats(np.ones(61)), nnx.Rngs(0))
+
+
+def test_every_recipe_is_tested():
+  assert set(RECIPES_UNDER_TEST) == set(RECIPES)
+  assert all(issubclass(recipe, Recipe) for recipe in RECIPES.values())
