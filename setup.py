@@ -23,7 +23,11 @@ setuptools.setup(
   long_description_content_type="text/markdown",
   license="Apache-2.0",
   packages=setuptools.find_packages(include=["specjax", "specjax.*", "experiments", "experiments.*"]),
-  package_data={"experiments": ["*.jsonl"], "specjax.kernels.tree_attention": ["tiles/*.json"]},
+  package_data={
+    "experiments": ["*.jsonl"],
+    "specjax.checkpoints": ["shipped/*/*.json", "shipped/*/*/*"],
+    "specjax.kernels.tree_attention": ["tiles/*.json"],
+  },
   python_requires=">=3.11",
   install_requires=[
     "absl-py>=2.5",
