@@ -350,7 +350,7 @@ LONGER = {
   ("two_model_draft_vocabulary", "speculative_sampling"),
   *(("eagle3_chain_sample", rule) for rule in (*ANY_CHAIN[:2], "speculative_sampling")),
   *(("eagle3_tree_top_k", rule) for rule in ("greedy", "draw_and_follow", "recursive_rejection")),
-  ("eagle3_dynamic", "draw_and_follow"),
+  *(("eagle3_dynamic", rule) for rule in ("greedy", "draw_and_follow")),
   ("medusa_tree", "draw_and_follow"),
   ("medusa_tree", "traversal_verification"),
   ("eagle3_widths", "traversal_verification"),

@@ -226,7 +226,10 @@ def test_invalid_drafts_are_never_accepted(name):
     assert verdict.accepted.tolist() == [0, 1] and verdict.next_token.tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+  "name",
+  [pytest.param(name, marks=pytest.mark.slow) if name in ("eagle3", "medusa") else name for name in DRAFTERS],
+)
 def test_q6_every_drafter_runs_as_it_comes(name):
   """With no option but what models must say about themselves."""
   target, prompt = contract.target(), [1, 2, 1, 2]

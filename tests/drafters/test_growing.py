@@ -49,7 +49,12 @@ def state_of(row: int, path) -> int:
   return state
 
 
-@pytest.mark.parametrize("name", TREES)
+DEFAULT = ("cartesian", "numbered depth first")
+
+
+@pytest.mark.parametrize(
+  "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in TREES]
+)
 def test_children_see_what_recurs_from_their_own_parent(name):
   """Each node's children are the likeliest behind the state that its own path leads to.
 
