@@ -23,7 +23,10 @@ from absl import flags
 from flax import nnx
 
 from experiments import flags as shared
+from experiments import heads as trained
 from experiments import measure, plots, results, runtime, training_plots
+from specjax.checkpoints import LoadedModel, load_head
+from specjax.checkpoints.fill import path_of
 from specjax.models.sharding import parse_mesh
 from specjax.training import vocabulary
 from specjax.training.batches import Packed, split
@@ -44,6 +47,9 @@ HEAD_FLAG = flags.DEFINE_string(
   "text), decay (weight of depth d is decay ** d), judged (depths of held-out acceptance).",
 )
 DATA = flags.DEFINE_string("data", "", "Folder of a dataset, written by experiments.distill_data.")
+START_FROM = flags.DEFINE_string(
+  "start_from", "", "Folder of a head like --head that is trained on, e.g. one that saw less data."
+)
 STEPS = flags.DEFINE_integer("steps", None, "Optimizer steps. Default: as --epochs says.", 1)
 EPOCHS = flags.DEFINE_float(
   "epochs", 1.0, "Times that the data are seen, if --steps is not given.", 1e-3, 1e4
@@ -126,13 +132,14 @@ def config(steps: int) -> TrainConfig:
   )
 
 
-def settings(dataset: Dataset, target_sha256: str, steps: int) -> dict[str, Any]:
-  """All that the result depends on, by name."""
+def settings(dataset: Dataset, target_sha256: str, steps: int, start: str | None) -> dict[str, Any]:
+  """All that the result depends on, by name; ``start`` is the digest of the head to start from."""
   own = [flag.name for flag in flags.FLAGS.get_flags_for_module(sys.modules[__name__])]
   named = [name for name in own if name not in FREE] + ["model", "dtype", "seed", "mesh", "quick"]
   values = {f"--{name}": flags.FLAGS[name].value for name in named}
   # Where it lies is of no matter, only what it holds.
-  return values | {"--data": dataset.digest, "model_sha256": target_sha256, "steps": steps}
+  held = {"--data": dataset.digest, "--start_from": start}
+  return values | held | {"model_sha256": target_sha256, "steps": steps}
 
 
 def tensorboard() -> Callable[[str], Any]:
@@ -202,6 +209,23 @@ def pack(dataset: Dataset, columns: list[int] | None) -> tuple[Packed, Packed | 
   return data, held_out, parts.train
 
 
+def trained_before(module: nnx.Module, target: LoadedModel) -> tuple[nnx.Module, str]:
+  """The head of --start_from and its digest.
+
+  Raises:
+    ValueError: it cannot be loaded, or has other parameters than ``module``, the head that --head makes.
+  """
+  head = load_head(START_FROM.value, target, dtype=jnp.float32)
+  shapes = lambda of: {path_of(p): x.shape for p, x in nnx.to_flat_state(nnx.state(of, nnx.Param))}
+  wanted, found = shapes(module), shapes(head.module)
+  for name in sorted(wanted.keys() | found.keys()):
+    if wanted.get(name) != found.get(name):
+      raise ValueError(
+        f"--start_from = {START_FROM.value!r}: {name} is {found.get(name)}; --head needs {wanted.get(name)}"
+      )
+  return head.module, trained.digest(head)
+
+
 def describe(recipe: Recipe, module: nnx.Module, counts: np.ndarray) -> dict[str, Any]:
   """Sizes of a head, for the log and the result."""
   parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(module, nnx.Param)))
@@ -212,15 +236,15 @@ def describe(recipe: Recipe, module: nnx.Module, counts: np.ndarray) -> dict[str
   return {"parameters": parameters, "draft_vocab": size, "covered_tokens": covered}
 
 
-def finish(recipe: Recipe, trained: Trained, records: Records, source: str, about: dict[str, Any]) -> None:
+def finish(recipe: Recipe, run: Trained, records: Records, source: str, about: dict[str, Any]) -> None:
   """Writes head/, the result and the curves."""
   head = os.path.join(records.folder, HEAD)
   if not os.path.isdir(head):
-    recipe.save(head, trained.module, source, dtype=jnp.dtype(EXPORT_DTYPE.value))
+    recipe.save(head, run.module, source, dtype=jnp.dtype(EXPORT_DTYPE.value))
   last, judged = records.rows[-1], training_plots.last_held_out(records.rows)
   records.finish(
     **about,
-    steps=trained.step,
+    steps=run.step,
     tokens=last["tokens"],
     seconds=last["seconds"],
     peak_memory_bytes=measure.peak_memory(),
@@ -252,14 +276,17 @@ def main(_: list[str]) -> None:
   counts = vocabulary.token_counts(dataset, train_on, target.config.vocab_size)
   stats = TextStats(counts, keep=tuple(job.stop_ids))
   module = recipe.init(target, stats, nnx.Rngs(shared.SEED.value))
+  module, start = trained_before(module, job.target) if START_FROM.value else (module, None)
   about = describe(recipe, module, counts) | {
     "data": data.stats,
     "features": "computed recorded".split()[columns is not None],
   }
   planned = planned or config(math.ceil(EPOCHS.value * data.num_rows / BATCH_ROWS.value))
-  records = Records(shared.OUTPUT.value, settings(dataset, digest, planned.steps), results.environment())
+  records = Records(
+    shared.OUTPUT.value, settings(dataset, digest, planned.steps, start), results.environment()
+  )
   writers = [write(os.path.join(records.folder, "tensorboard"))] if write else []
-  trained = train(
+  run = train(
     recipe,
     module,
     target if columns is None else without_layers(target),
@@ -273,10 +300,10 @@ def main(_: list[str]) -> None:
   )
   if "result" in records.config:
     say("this run was finished before")
-  elif trained.finished:
-    finish(recipe, trained, records, job.target.source, about)
+  elif run.finished:
+    finish(recipe, run, records, job.target.source, about)
   else:
-    say(f"stopped at step {trained.step} of {planned.steps}; the same command goes on")
+    say(f"stopped at step {run.step} of {planned.steps}; the same command goes on")
   show(records)
 
 

@@ -54,6 +54,7 @@ def run(models):
       train_drafter, *needed, *SMALL, *([] if any("--head" in m for m in more) else [f"--head={HEAD}"]), *more
     )
 
+  run.model = models[0]
   return run
 
 
@@ -100,6 +101,26 @@ def test_a_stopped_run_goes_on_to_the_same_head(run, data, first, tmp_path, caps
   assert "finished before" in capsys.readouterr().err
   assert run(output, data[0], "--learning_rate=1e-4") == 2
   assert "--learning_rate = 0.001; now it is 0.0001" in capsys.readouterr().err
+
+
+def test_a_head_is_trained_on(run, data, first, tmp_path, capsys):
+  """With a rate of nearly 0 it stays what it was; a head of another shape is refused.
+
+  Fails when training starts from a fresh head, or from another draft vocabulary's rows.
+  """
+  before, output = os.path.join(first, "head"), str(tmp_path / "on")
+  more = ["--learning_rate=1e-12", "--export_dtype=float32", f"--start_from={before}"]
+  assert run(output, data[0], *more) == 0
+  read = lambda path: np.fromfile(os.path.join(path, "medusa_lm_head.safetensors"), np.uint8).size
+  assert read(os.path.join(output, "head")) > read(before)  # float32 now
+  again, start = (load_head(path, load_model(run.model)) for path in (os.path.join(output, "head"), before))
+  for a, b in zip(again.module.blocks, start.module.blocks, strict=True):
+    np.testing.assert_allclose(a.weight[...], b.weight[...], atol=1e-6)
+  assert len(read_config(output)["settings"]["--start_from"]) == 16
+  other = ["--head=medusa[heads=3,draft_vocab=40]", f"--start_from={before}"]
+  capsys.readouterr()
+  assert run(str(tmp_path / "other"), data[0], *other) == 2
+  assert "blocks.0.bias is (2, 32); --head needs (3, 32)" in capsys.readouterr().err
 
 
 def test_recorded_features_and_runs_side_by_side(run, data, first, tmp_path, capsys):
