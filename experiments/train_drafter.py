@@ -105,6 +105,8 @@ def plan_from_flags() -> tuple[Recipe, TrainConfig | None]:
   for flag in (HEAD_FLAG, DATA, shared.OUTPUT):
     if not flag.value:
       raise ValueError(f"--{flag.name} is empty; see --help")
+  if START_FROM.value and not os.path.isdir(START_FROM.value):
+    raise ValueError(f"--start_from = {START_FROM.value!r} is not a folder")
   plots.check()
   if set(parse_mesh(shared.MESH.value)) - {"data"}:
     raise ValueError(f"--mesh = {shared.MESH.value!r}; training goes over data alone, e.g. data:8")

@@ -148,6 +148,7 @@ def test_features_that_are_not_there_or_anothers(run, data, models, tmp_path, ca
 
 
 BAD = {
+  "start_from": ("nowhere",),
   "head": (
     "",
     "eagle9",
