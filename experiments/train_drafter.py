@@ -27,8 +27,9 @@ from experiments import heads as trained
 from experiments import measure, plots, results, runtime, training_plots
 from specjax.checkpoints import LoadedModel, load_head
 from specjax.checkpoints.fill import path_of
+from specjax.models import Decoder
 from specjax.models.sharding import parse_mesh
-from specjax.training import vocabulary
+from specjax.training import features, vocabulary
 from specjax.training.batches import Packed, split
 from specjax.training.data import Dataset
 from specjax.training.distill import model_digest
@@ -90,6 +91,8 @@ QUICK = flags.DEFINE_bool(
 # What the result does not depend on.
 FREE = ("minutes", "checkpoint_minutes", "tensorboard")
 USED = ("model", "dtype", "mesh", "seed", "output", "compilation_cache")
+# Samples whose features tell how large features are.
+_FEW = 64
 # --quick instead of these flags.
 QUICK_TOKENS, QUICK_HELD_OUT, QUICK_STEPS, QUICK_ROW = 2048, 512, 4, 128
 
@@ -211,13 +214,31 @@ def pack(dataset: Dataset, columns: list[int] | None) -> tuple[Packed, Packed | 
   return data, held_out, parts.train
 
 
-def trained_before(module: nnx.Module, target: LoadedModel) -> tuple[nnx.Module, str]:
+def sizes_of(dataset: Dataset, numbers: np.ndarray, recipe: Recipe, target: Decoder, columns):
+  """Usual sizes of the features of a few samples, None where the recipe does not ask for them.
+
+  ``columns`` is what `columns_of` gave.
+  """
+  if not recipe.sized:
+    return None
+  few = [int(i) for i in numbers[:_FEW]]
+  if columns is not None:
+    return features.usual_sizes(dataset.features(i)[:, columns] for i in few)
+  tokens = [dataset[i].tokens[: ROW_LENGTH.value] for i in few]
+  taps = recipe.taps(target.config)
+  return features.usual_sizes(
+    features.features_of(target, tokens, taps, length_limit=max(map(len, tokens)), batch_size=1)
+  )
+
+
+def trained_before(recipe: Recipe, module: nnx.Module, target: LoadedModel) -> tuple[nnx.Module, str]:
   """The head of --start_from and its digest.
 
   Raises:
     ValueError: it cannot be loaded, or has other parameters than ``module``, the head that --head makes.
   """
   head = load_head(START_FROM.value, target, dtype=jnp.float32)
+  digest = trained.digest(head)
   shapes = lambda of: {path_of(p): x.shape for p, x in nnx.to_flat_state(nnx.state(of, nnx.Param))}
   wanted, found = shapes(module), shapes(head.module)
   for name in sorted(wanted.keys() | found.keys()):
@@ -225,7 +246,7 @@ def trained_before(module: nnx.Module, target: LoadedModel) -> tuple[nnx.Module,
       raise ValueError(
         f"--start_from = {START_FROM.value!r}: {name} is {found.get(name)}; --head needs {wanted.get(name)}"
       )
-  return head.module, trained.digest(head)
+  return recipe.go_on(module, head.module), digest
 
 
 def describe(recipe: Recipe, module: nnx.Module, counts: np.ndarray) -> dict[str, Any]:
@@ -276,9 +297,9 @@ def main(_: list[str]) -> None:
   say(f"features: {'computed batch by batch' if columns is None else 'recorded'}")
   data, held_out, train_on = pack(dataset, columns)
   counts = vocabulary.token_counts(dataset, train_on, target.config.vocab_size)
-  stats = TextStats(counts, keep=tuple(job.stop_ids))
+  stats = TextStats(counts, tuple(job.stop_ids), sizes_of(dataset, train_on, recipe, target, columns))
   module = recipe.init(target, stats, nnx.Rngs(shared.SEED.value))
-  module, start = trained_before(module, job.target) if START_FROM.value else (module, None)
+  module, start = trained_before(recipe, module, job.target) if START_FROM.value else (module, None)
   about = describe(recipe, module, counts) | {
     "data": data.stats,
     "features": "computed recorded".split()[columns is not None],

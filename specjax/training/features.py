@@ -30,6 +30,19 @@ def usual_taps(num_layers: int) -> tuple[int, ...]:
   return tuple(min(max(i, 0), num_layers) for i in (2, num_layers // 2, num_layers - 3, num_layers))
 
 
+def usual_sizes(features: Iterable[np.ndarray]) -> np.ndarray:
+  """How large each number of the hidden states usually is: float32 ``[taps, D]``.
+
+  The median of |x| over all positions, over that of a normal distribution: a text's first token, whose
+  hidden states may be a thousand times as large, does not count. At least a hundredth of a tap's mean.
+
+  Args:
+    features: ``[T, taps, D]`` each.
+  """
+  sizes = np.median(np.abs(np.concatenate([np.asarray(x, np.float32) for x in features])), axis=0) / 0.6745
+  return np.maximum(sizes, sizes.mean(axis=1, keepdims=True) / 100 + 1e-6).astype(np.float32)
+
+
 @flax.struct.dataclass
 class Record:
   """Hidden states of committed tokens.

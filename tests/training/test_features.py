@@ -8,7 +8,7 @@ import pytest
 from specjax import decode
 from specjax.sampling import Settings
 from specjax.testing import tiny_model
-from specjax.training.features import Recorder, features_of, usual_taps
+from specjax.training.features import Recorder, features_of, usual_sizes, usual_taps
 from specjax.verify import DrawAndFollow
 
 TAPS = (2, 0, 1)
@@ -52,6 +52,18 @@ def replaced_midway(drafter):
     assert state.finish[row] == decode.Finish.LENGTH
     state = decode.insert(state, row, later, row)
   return model, decode.generate(weights, state, static, 9)
+
+
+def test_usual_sizes():
+  """Of each number by itself, whatever a first token has. Fails for a mean of squares."""
+  random = np.random.default_rng(0)
+  wanted = np.array([[0.5, 3.0, 40.0], [1.0, 1.0, 1e-9]], np.float32)
+  texts = [random.standard_normal((400, 2, 3)).astype(np.float32) * wanted for _ in range(4)]
+  for text in texts:
+    text[0] *= 1e4
+  found = usual_sizes(texts)
+  np.testing.assert_allclose(found[wanted > 1e-6], wanted[wanted > 1e-6], rtol=0.1)
+  assert 1e-3 < found[1, 2] < 0.1
 
 
 def test_recorded_rows_are_those_of_one_forward():

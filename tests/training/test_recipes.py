@@ -17,7 +17,7 @@ from specjax.testing import tiny_model
 from specjax.training.batches import Packed
 from specjax.training.recipes import RECIPES, TextStats, acceptance, make_recipe, reference
 from specjax.training.recipes.base import Recipe
-from specjax.training.recipes.eagle3 import hidden_by_step
+from specjax.training.recipes.eagle3 import hidden_by_step, on_raw_features
 from specjax.training.step import Parts, with_features
 from tests.training.texts import greedy_texts, random_texts
 
@@ -49,8 +49,9 @@ def texts():
 def head(name):
   """A recipe, and a head that is not at its start, where some parts are 0 or the target's."""
   recipe = make_recipe(RECIPES_UNDER_TEST[name])
-  counts = np.random.default_rng(2).integers(0, 9, 61)
-  module = recipe.init(target(), TextStats(counts, keep=(60,)), nnx.Rngs(3))
+  random = np.random.default_rng(2)
+  counts, sizes = random.integers(0, 9, 61), random.uniform(0.5, 2.0, (4, 32)).astype(np.float32)
+  module = recipe.init(target(), TextStats(counts, keep=(60,), sizes=sizes), nnx.Rngs(3))
   parts = Parts(module)
   noise = np.random.default_rng(4)
   shifted = {k: v + 0.05 * noise.standard_normal(v.shape).astype(np.float32) for k, v in parts.params.items()}
@@ -113,6 +114,7 @@ def drafts(name):
     rows = jnp.take(target().head.weight[...], module.ids, axis=0)
     logits = np.asarray(module(target().norm(taps[:, :, 2]), lambda x: x @ rows.T))
     return lambda i, u, d: logits[i, u - 2, d]
+  module = on_raw_features(module)
   _, logits = decoded_chains(module, target().embed[...], tokens, module.fuse(taps))
   logits = np.asarray(logits)
   return lambda i, u, d: logits[i, u - 2, d]
@@ -198,8 +200,9 @@ def test_training_time_test_is_decoding():
   """
   _, module = head("eagle3")
   taps, _ = of_target()
+  saved = on_raw_features(module)
   decoded, _ = decoded_chains(
-    module, target().embed[...], jnp.asarray(texts().padded(WIDTH)), module.fuse(taps)
+    saved, target().embed[...], jnp.asarray(texts().padded(WIDTH)), saved.fuse(taps)
   )
   batch = packed("eagle3")
   steps = jax.jit(lambda *args: list(hidden_by_step(*args, STEPS)))(module, target(), batch)
@@ -243,6 +246,18 @@ def test_fresh_heads_start_from_the_target():
   np.testing.assert_array_equal(layer.attention.q.weight[...][:, 32:], chosen.attention.q.weight[...])
   first = target().layers[0].attention.q.weight[...]
   np.testing.assert_array_equal(layer.attention.q.weight[...][:, :32], first)
+  np.testing.assert_allclose(started.fuse(of_target()[0]), of_target()[0][:, :, 2], rtol=1e-5)
+
+
+def test_a_saved_head_is_gone_on_with():
+  """What training divides features by is in the saved `fc`, and out of it again. Fails when it is left in."""
+  recipe, module = head("eagle3")
+  saved, again = on_raw_features(module), on_raw_features(module)
+  assert not hasattr(saved, "sizes") and hasattr(module, "sizes")
+  again = recipe.go_on(module, again)
+  np.testing.assert_allclose(again.fc.weight[...], module.fc.weight[...], rtol=1e-6)
+  taps = of_target()[0]
+  np.testing.assert_allclose(saved.fuse(taps), module.fuse(taps / module.sizes[...]), rtol=1e-4, atol=1e-5)
 
 
 def test_the_texts_tokens_as_labels():
@@ -278,6 +293,7 @@ def test_the_texts_tokens_as_labels():
     ("medusa[output=mine]", "output = 'mine'"),
     ("eagle3", "fewer than 7 layers"),
     ("eagle3[tap_layers=(0,1,3)]", r"tap_layers = \(0, 1, 3\)"),
+    ("eagle3[tap_layers=(0,1,2),d_ff=0]", "d_ff = 0"),
     ("eagle3[tap_layers=(0,1,2),start=2]", "start = 2"),
     ("eagle3[tap_layers=(0,1,2),start=0,d_ff=8]", "d_ff = 8"),
     ("eagle3[tap_layers=(0,1,2),rank=33]", "rank = 33"),

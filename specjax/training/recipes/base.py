@@ -31,10 +31,13 @@ class TextStats:
   Attributes:
     counts: int ``[V]``, how often each token is learned in the training samples.
     keep: ids that a draft vocabulary must have, e.g. those that end an answer.
+    sizes: float32 ``[taps, D]``, how large each of the recipe's features usually is, see
+      `features.usual_sizes`; None: 1.
   """
 
   counts: np.ndarray
   keep: tuple[int, ...] = ()
+  sizes: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +60,8 @@ class Recipe:
   judged: int | None = None
 
   name: ClassVar[str]
-  learning_rate: ClassVar[float] = 1e-3
+  # Whether it reads `TextStats.sizes`.
+  sized: ClassVar[bool] = False
   # See `batches.chain_counts`.
   lag: ClassVar[int]
 
@@ -88,6 +92,11 @@ class Recipe:
       ValueError: options that do not fit the target.
     """
     raise NotImplementedError
+
+  def go_on(self, fresh: nnx.Module, trained: nnx.Module) -> nnx.Module:
+    """A head that was saved, as `init` would have made it; ``fresh`` is what `init` made."""
+    del fresh
+    return trained
 
   def chain_logits(self, module: Any, frozen: Decoder, batch: Batch, depth: int) -> list[Array]:
     """Logits over the draft vocabulary by depth: float32 ``[B, P - d, Vd]`` for d = 0 … depth - 1.

@@ -14,6 +14,8 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 
 from specjax.checkpoints import save_eagle3
 from specjax.models import Decoder, Eagle3, Eagle3Config, default_tap_layers, layers
@@ -22,6 +24,10 @@ from specjax.training.packed import attend, visible
 from specjax.training.recipes.base import Recipe, check_positive, copied, start_from_target
 
 Array = jax.Array
+
+
+class FeatureSizes(nnx.Variable):
+  """Float32 ``[3, D]``, what features are divided by while training; never trained."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +41,9 @@ class EagleThree(Recipe):
     start: layer of the target that the head's layer starts as: it adds that layer's queries, keys and values
       of the feature and the first layer's of the embedding, and the feature starts as the last of the three.
       None: drawn at random. The output layer and the norm before it start as the target's either way.
+
+  Features are divided by their usual sizes while training, and `fc` by the same when it is saved: a target's
+  residual stream has numbers of very different size, and one rate of learning suits none of them.
   """
 
   steps: int = 4
@@ -44,11 +53,13 @@ class EagleThree(Recipe):
 
   name: ClassVar[str] = "eagle3"
   lag: ClassVar[int] = 1
+  sized: ClassVar[bool] = True
 
   def __post_init__(self):
     super().__post_init__()
     check_positive("eagle3", "steps", self.steps)
     check_positive("eagle3", "d_ff", self.d_ff, optional=True)
+
     if self.start is not None and self.d_ff is not None:
       raise ValueError(f"eagle3: d_ff = {self.d_ff}; with start = {self.start} it is the target's")
 
@@ -79,9 +90,16 @@ class EagleThree(Recipe):
     module = Eagle3(config, ids=ids, dtype=jnp.float32, rngs=rngs)
     module.norm = copied(target.norm)
     start_from_target(module.output, target, ids)
+    sizes = np.ones((len(config.tap_layers), c.d_model)) if stats.sizes is None else stats.sizes[:-1]
+    module.sizes = FeatureSizes(jnp.asarray(sizes, jnp.float32))
     if self.start is not None:
       _start_as(module, target, self.start)
     return module
+
+  def go_on(self, fresh, trained):
+    trained.sizes = FeatureSizes(fresh.sizes[...])
+    trained.fc.weight[...] = trained.fc.weight[...] * trained.sizes[...].reshape(-1)
+    return trained
 
   def chain_logits(self, module, frozen, batch, depth):
     width = batch.counted.shape[1]
@@ -93,7 +111,15 @@ class EagleThree(Recipe):
     return logits
 
   def save(self, path, module, target, *, dtype):
-    save_eagle3(path, module, target=target, dtype=dtype)
+    save_eagle3(path, on_raw_features(module), target=target, dtype=dtype)
+
+
+def on_raw_features(module: Eagle3) -> Eagle3:
+  """The head as it decodes: its `fc` divided by the sizes, which are gone."""
+  part = nnx.clone(module)
+  part.fc.weight[...] = part.fc.weight[...] / part.sizes[...].reshape(-1)
+  del part.sizes
+  return part
 
 
 def hidden_by_step(module: Eagle3, frozen: Decoder, batch: Batch, steps: int) -> Iterator[Array]:
@@ -105,7 +131,7 @@ def hidden_by_step(module: Eagle3, frozen: Decoder, batch: Batch, steps: int) ->
   c = module.config.decoder
   seen = visible(batch, c.sliding_window)
   embeddings = jnp.take(frozen.embed[...], batch.tokens, axis=0, mode="clip").astype(module.dtype)
-  features = module.fuse(batch.taps[:, :, :-1])
+  features = module.fuse(batch.taps[:, :, :-1].astype(jnp.float32) / module.sizes[...])
   true, own = None, []
   for step in range(steps):
     q, k, v = module.layer.qkv(jnp.roll(embeddings, -(1 + step), axis=1), features)
@@ -128,6 +154,6 @@ def _start_as(module: Eagle3, target: Decoder, start: int) -> None:
   layer.ff_norm, layer.ff, layer.attention.o = chosen.ff_norm, chosen.ff, chosen.attention.o
   for name in ("q", "k", "v"):
     halves = [getattr(part.attention, name).weight[...] for part in (first, chosen)]
-    weight = getattr(layer.attention, name).weight
-    weight[...] = jnp.concatenate(halves, axis=1)
-  module.fc.weight[...] = jnp.eye(width, 3 * width, 2 * width, dtype=jnp.float32)
+    getattr(layer.attention, name).weight[...] = jnp.concatenate(halves, axis=1)
+  last = jnp.eye(width, 3 * width, 2 * width, dtype=jnp.float32)
+  module.fc.weight[...] = last * module.sizes[...].reshape(-1)
