@@ -30,7 +30,7 @@ def outside(prompt, new, model=MODEL):
   return [i for i, token in enumerate(new) if logits[i, token] < top[i] - bf16_step(top[i])]
 
 
-@pytest.mark.parametrize("name", ("prompt_lookup", "two_model"))
+@pytest.mark.parametrize("name", ("prompt_lookup", pytest.param("two_model", marks=pytest.mark.slow)))
 def test_n1_bf16_greedy_is_within_a_rounding_step(name):
   """Each emitted token, fed to the plain model, is a maximum but for a tie. Fails for a wrong token."""
   if name == "two_model":

@@ -326,7 +326,7 @@ def test_a_drafter_that_is_always_wrong(parents, rule):
   assert {sum(row.accepted) for row in rows} == {0} and min(sum(row.proposed) for row in rows) > 0
 
 
-@pytest.mark.parametrize("vocab", (40, 90))
+@pytest.mark.parametrize("vocab", (pytest.param(40, marks=pytest.mark.slow), 90))
 def test_a_draft_of_another_vocabulary(vocab):
   """Fewer ids than the target or more: the text is plain's, and no id is proposed that the target lacks.
 

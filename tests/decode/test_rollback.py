@@ -28,7 +28,7 @@ def config_of(drafter, **changes):
   return decode.DecodeConfig(drafter=drafter, **{**fields, **changes})
 
 
-@pytest.mark.parametrize("window", (1, 2, 4, 7))
+@pytest.mark.parametrize("window", (4, *(pytest.param(w, marks=pytest.mark.slow) for w in (1, 2, 7))))
 def test_a1_self_draft_accepts_everything(window):
   """64 tokens: each round but the last accepts all K; the draft's valid rows equal a fresh prefill.
 

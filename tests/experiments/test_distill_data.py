@@ -126,6 +126,7 @@ def test_sources_from_a_file(script, tmp_path):
 
 
 BAD = {
+  "overlap_of": ("nowhere",),
   "tokens": ("0", "many"),
   "shard_samples": ("0", "1.5"),
   "features": ("maybe",),

@@ -189,6 +189,7 @@ def test_p6_generate_streams_and_reports(models, capsys, drafter, tmp_path):
   assert len(rows) == 4 and rows[2]["proposed"] == rows[3]["proposed"] > 0
 
 
+@pytest.mark.slow
 def test_generate_samples_in_a_batch(models, capsys):
   """With deterministic drafts sampling equals plain sampling token for token."""
   flags = [f"--model={models[0]}", "--prompt=the hen", "--temperature=0.8", "--batch_size=2", "--top_k=20"]

@@ -19,7 +19,8 @@ from specjax.tree import TokenTree
 NODES = 9
 BAD = (np.nan, np.inf, -np.inf, 1e30)
 # Nodes, query heads, kv heads: every number of nodes that pads differently, every ratio of heads.
-SHAPES = ((1, 8, 1), (3, 3, 3), (8, 6, 2), (33, 8, 2), (64, 2, 2))
+SHAPES = ((1, 8, 1), (8, 6, 2), (33, 8, 2))
+SHAPES += tuple(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((3, 3, 3), (64, 2, 2)))
 
 parents = st.lists(st.integers(0, 10**6), min_size=NODES - 1, max_size=NODES - 1).map(
   lambda picks: (-1, *(pick % (i + 1) for i, pick in enumerate(picks)))
@@ -130,7 +131,7 @@ class TreeAttentionSuite:
 
   # A window of 2 is narrower than the trees are deep: there slots and positions differ. One of 140 is
   # wider than a block of slots: long rows skip whole blocks.
-  @pytest.mark.parametrize("window", (None, 2, 5, 140))
+  @pytest.mark.parametrize("window", (None, 5, *(pytest.param(w, marks=pytest.mark.slow) for w in (2, 140))))
   def test_d1_trees_and_lengths(self, window):
     """Random trees (another in each row), lengths at and around the block size.
 
@@ -157,7 +158,9 @@ class TreeAttentionSuite:
     ancestors = np.stack([random_tree(rng, nodes).ancestors for _ in range(len(q))])
     self.check(q, k, v, self.lengths(nodes), ancestors)
 
-  @pytest.mark.parametrize("head_dim", (64, 96, 128, 256))
+  @pytest.mark.parametrize(
+    "head_dim", (96, *(pytest.param(h, marks=pytest.mark.slow) for h in (64, 128, 256)))
+  )
   def test_head_sizes(self, head_dim):
     """Less, equal and more than the 128 lanes of a TPU register, and no power of two (case D7)."""
     q, k, v = self.inputs(head_dim, head_dim=head_dim)

@@ -22,7 +22,7 @@ def test_bounds_are_tight(window, causal):
   """
 
   # No shrinking: each number of nodes compiles anew.
-  @settings(max_examples=15, deadline=None, derandomize=True, phases=[Phase.generate])
+  @settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate])
   @given(some_parents, st.integers(1, NODES), st.integers(0, 80))
   def check(picks, nodes, prefix):
     tree = TokenTree((-1, *(pick % (i + 1) for i, pick in enumerate(picks[: nodes - 1]))))
