@@ -12,12 +12,14 @@ Which layers are tapped, as inputs of the target's layers from 0:
 * neither: 2, L // 2 and L - 3 of a target of L layers (output 1, L // 2 - 1, L - 4).
 
 Fields and tensors of our own, written only where they are needed (a reader that does not know them refuses
-the file or, for ``tap_layers``, must be told): in the layout ``eagle`` always ``tap_layers`` (inputs), and
-``lm_head.{up,down}.weight`` for a factored output layer.
+the file or, for ``tap_layers``, must be told): in the layout ``eagle`` always ``tap_layers`` (inputs);
+``lm_head.{up,down}.weight`` for a factored output layer; ``output``, which is ``target`` where the output
+layer is the target's rows, and then no ``lm_head``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any, Literal, get_args
 
@@ -32,7 +34,7 @@ from specjax.checkpoints.hf import SINGLE, Fields, decoder_config
 from specjax.checkpoints.hf_save import config_json
 from specjax.checkpoints.names import eagle3_names
 from specjax.checkpoints.sources import LoadedModel
-from specjax.models import Eagle3, Eagle3Config, default_tap_layers
+from specjax.models import Eagle3, Eagle3Config, default_tap_layers, output_rows
 from specjax.models.eagle import NUM_TAPS
 
 Layout = Literal["eagle", "speculators"]
@@ -72,12 +74,14 @@ def load_eagle3(
   size = config.decoder.vocab_size if config.draft_vocab_size is None else config.draft_vocab_size
   ids = vocabulary.take_ids(tensors, size, config.decoder.vocab_size, folder)
   _check_embedding(tensors, target, folder)
+  rows = output_rows(target.model, ids).astype(dtype) if config.output == "target" else None
   return fill_module(
-    lambda: Eagle3(config, ids=ids, dtype=dtype, rngs=OneKey()),
+    lambda: Eagle3(config, ids=ids, rows=rows, dtype=dtype, rngs=OneKey()),
     tensors,
     eagle3_names(LAYER_NAMES[layout]),
     source=folder,
     what=f"an EAGLE-3 head of this config (layout {layout})",
+    given={} if rows is None else {"output.weight": rows},
   )
 
 
@@ -100,6 +104,7 @@ def _config(path: str, layout: Layout, values, tensors, target: LoadedModel) -> 
       tap_layers=_tap_layers(fields, target.config.num_layers),
       draft_vocab_size=None if size == decoder.vocab_size else size,
       output_rank=down.shape[0] if down is not None and down.shape else None,
+      output=fields.get("output", str, "own"),
       norm_before_residual=fields.get("norm_before_residual", bool, False),
     )
 
@@ -148,7 +153,7 @@ def save_eagle3(
   layout: Layout = "eagle",
   target: str = "",
   dtype=None,
-  multiply_out: bool = False,
+  for_others: bool = False,
 ) -> None:
   """Writes an EAGLE-3 head as a new folder.
 
@@ -158,7 +163,8 @@ def save_eagle3(
     layout: ``eagle`` or ``speculators``.
     target: name of the model it drafts for, kept in the config.
     dtype: float32 or bfloat16; None keeps the head's own type.
-    multiply_out: write a factored output layer as one matrix, the only form other projects read.
+    for_others: write an output layer that is factored, or the target's, as the one matrix that other
+      projects read.
 
   Raises:
     CheckpointError: the path exists, an unknown layout or type, or writing failed (then nothing is left).
@@ -167,9 +173,12 @@ def save_eagle3(
     raise CheckpointError(f"layout = {layout!r}; it must be one of {', '.join(get_args(Layout))}")
   c = head.config
   arrays = vocabulary.parameters(head, dtype)
-  if multiply_out and c.output_rank is not None:
+  if for_others and c.output_rank is not None:
     up, down = arrays.pop("output.up"), arrays.pop("output.down")
     arrays["output.weight"] = (up.astype(np.float32) @ down.astype(np.float32)).astype(up.dtype)
+  if for_others and c.output == "target":
+    arrays["output.weight"] = np.asarray(head.output.weight[...]).astype(arrays["fc.weight"].dtype)
+    c = dataclasses.replace(c, output="own")
   tensors = {
     **vocabulary.renamed(arrays, eagle3_names(LAYER_NAMES[layout])),
     **vocabulary.id_tensors(head.ids, c.decoder.vocab_size),
@@ -183,6 +192,8 @@ def _config_json(c: Eagle3Config, layout: Layout, target: str) -> dict[str, Any]
   decoder = {**config_json(c.decoder), "tie_word_embeddings": False}
   size = c.decoder.vocab_size if c.draft_vocab_size is None else c.draft_vocab_size
   common: dict[str, Any] = {"draft_vocab_size": size, "norm_before_residual": c.norm_before_residual}
+  if c.output == "target":
+    common["output"] = c.output
   if c.target_width != c.decoder.d_model:
     common["target_hidden_size"] = c.target_width
   if layout == "eagle":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,21 +14,18 @@ from specjax.models import layers
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import Decoder
 from specjax.models.output import (
+  Bound,
+  Output,
   OutputLayer,
   TokenMap,
   check_draft_vocabulary,
+  check_output,
   check_rank,
   checked_ids,
   output_rows,
 )
 
 Array = jax.Array
-
-Output = Literal["target", "own"]
-
-
-class Bound(nnx.Variable):
-  """An array of the target's that a draft reads: neither trained nor stored with the draft."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +45,9 @@ class DraftConfig:
   output_rank: int | None = None
 
   def __post_init__(self):
-    if self.output not in get_args(Output):
-      raise ValueError(
-        f"DraftConfig.output = {self.output!r}; it must be one of {', '.join(get_args(Output))}"
-      )
     check_draft_vocabulary(self.draft_vocab_size, self.decoder.vocab_size, "DraftConfig")
     check_rank(self.output_rank, "DraftConfig")
-    if self.output == "target" and self.output_rank is not None:
-      raise ValueError(f"DraftConfig.output_rank = {self.output_rank}; the target's own head is not factored")
+    check_output(self.output, self.output_rank, "DraftConfig")
 
   def check_target(self, target: DecoderConfig) -> None:
     """Raises ``ValueError``, naming the field, unless the draft fits the target."""

@@ -14,7 +14,7 @@ from specjax import cache as kv
 from specjax.base import ModelOutput
 from specjax.models import layers
 from specjax.models.config import DecoderConfig
-from specjax.models.output import OutputLayer, check_draft_vocabulary, check_rank
+from specjax.models.output import Output, OutputLayer, check_draft_vocabulary, check_output, check_rank
 
 Array = jax.Array
 
@@ -31,6 +31,8 @@ class Eagle3Config:
     tap_layers: three layers of the target whose *input* the head sees, e.g. ``(2, L // 2, L - 3)``.
     draft_vocab_size: Vd, tokens the head can say; None: all V.
     output_rank: of a factored output layer; None: one matrix.
+    output: ``own``: an output layer of its own, as public heads have; ``target``: the target's rows of the
+      draft vocabulary, as they are, so that the head is small on disk.
     norm_before_residual: what the layer adds to is the normed feature instead of the feature (a field of
       the speculators project).
   """
@@ -40,6 +42,7 @@ class Eagle3Config:
   tap_layers: tuple[int, ...]
   draft_vocab_size: int | None = None
   output_rank: int | None = None
+  output: Output = "own"
   norm_before_residual: bool = False
 
   def __post_init__(self):
@@ -56,6 +59,12 @@ class Eagle3Config:
       )
     check_draft_vocabulary(self.draft_vocab_size, self.decoder.vocab_size, "Eagle3Config")
     check_rank(self.output_rank, "Eagle3Config")
+    check_output(self.output, self.output_rank, "Eagle3Config")
+    width = self.decoder.d_model
+    if self.output == "target" and width != self.target_width:
+      raise ValueError(
+        f"Eagle3Config.decoder.d_model = {width}; the target's rows are {self.target_width} wide"
+      )
 
   def check_target(self, target: DecoderConfig) -> None:
     """Raises ``ValueError``, naming the field, unless the head fits the target."""
@@ -127,15 +136,25 @@ class Eagle3(nnx.Module):
   """
 
   def __init__(
-    self, config: Eagle3Config, *, ids: Sequence[int] | np.ndarray | None = None, dtype, rngs: nnx.Rngs
+    self,
+    config: Eagle3Config,
+    *,
+    ids: Sequence[int] | np.ndarray | None = None,
+    rows: Array | None = None,
+    dtype,
+    rngs: nnx.Rngs,
   ):
     """
     Args:
       ids: the draft vocabulary, ascending ids of the target, as many as ``config.draft_vocab_size``.
+      rows: the target's rows of it, see `output_rows`; where ``config.output`` is ``target``.
 
     Raises:
-      ValueError: ids that do not fit.
+      ValueError: ids or rows that do not fit.
     """
+    if (rows is not None) != (config.output == "target"):
+      given = "no rows" if rows is None else "rows"
+      raise ValueError(f"Eagle3: {given} of the target are given, config.output = {config.output!r}")
     given, wanted = None if ids is None else len(ids), config.draft_vocab_size
     if given != wanted:
       raise ValueError(f"Eagle3: {given} ids are given, config.draft_vocab_size = {wanted}")
@@ -146,7 +165,7 @@ class Eagle3(nnx.Module):
     self.layer = Eagle3Layer(c, dtype=dtype, rngs=rngs)
     self.norm = layers.RMSNorm(width, eps=c.decoder.norm_eps, dtype=dtype)
     self.output = OutputLayer(
-      width, c.decoder.vocab_size, ids=ids, rank=c.output_rank, dtype=dtype, rngs=rngs
+      width, c.decoder.vocab_size, ids=ids, rank=c.output_rank, rows=rows, dtype=dtype, rngs=rngs
     )
 
   @property

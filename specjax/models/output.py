@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,16 @@ from specjax.models import layers
 
 Array = jax.Array
 
+# Whose the output layer of a draft is: the target's rows of the draft vocabulary, or one of its own.
+Output = Literal["target", "own"]
+
 
 class TokenMap(nnx.Variable):
   """int32 ``[Vd]``, the target's id of each token of a draft vocabulary, ascending. Never trained."""
+
+
+class Bound(nnx.Variable):
+  """An array of the target's that a draft reads: neither trained nor stored with the draft."""
 
 
 def checked_ids(ids: Sequence[int] | np.ndarray | None, size: int | None, vocab_size: int):
@@ -62,6 +70,14 @@ def check_rank(rank: int | None, what: str) -> None:
     raise ValueError(f"{what}.output_rank = {rank!r}; it must be an integer of at least 1 or None")
 
 
+def check_output(output: str, rank: int | None, what: str) -> None:
+  """Raises ``ValueError`` for an output layer that is neither of `Output`, or the target's and factored."""
+  if output not in get_args(Output):
+    raise ValueError(f"{what}.output = {output!r}; it must be one of {', '.join(get_args(Output))}")
+  if output == "target" and rank is not None:
+    raise ValueError(f"{what}.output_rank = {rank}; the target's own head is not factored")
+
+
 class OutputLayer(nnx.Module):
   """Normed hidden states ``[..., D]`` → float32 logits ``[..., Vd]``.
 
@@ -71,6 +87,10 @@ class OutputLayer(nnx.Module):
     ids: the draft vocabulary, ascending ids of the target; None: all of them, Vd = V.
     rank: r: the weight is ``up [Vd, r] · down [r, D]``; None: it is ``weight [Vd, D]``. With D = 576 and
       32000 tokens, rank 128 reads a quarter of the bytes.
+    rows: the target's own rows ``[Vd, D]``, see `output_rows`: the weight is these, `Bound`.
+
+  Raises:
+    ValueError: rows of another shape, or beside a rank.
   """
 
   def __init__(
@@ -80,6 +100,7 @@ class OutputLayer(nnx.Module):
     *,
     ids: Sequence[int] | np.ndarray | None = None,
     rank: int | None = None,
+    rows: Array | None = None,
     dtype,
     rngs: nnx.Rngs,
   ):
@@ -89,7 +110,12 @@ class OutputLayer(nnx.Module):
     normal = lambda rows, columns: nnx.Param(
       (jax.random.normal(rngs.params(), (rows, columns), jnp.float32) / math.sqrt(columns)).astype(dtype)
     )
-    self.weight = normal(size, d_model) if rank is None else None
+    if rows is not None and (rank is not None or rows.shape != (size, d_model)):
+      raise ValueError(
+        f"OutputLayer: rows {list(rows.shape)}, rank = {rank}; rows {[size, d_model]} without a rank fit"
+      )
+    self.weight = normal(size, d_model) if rank is None and rows is None else None
+    self.weight = self.weight if rows is None else Bound(rows.astype(dtype))
     self.up = None if rank is None else normal(size, rank)
     self.down = None if rank is None else normal(rank, d_model)
     self.token_map = None if ids is None else TokenMap(jnp.asarray(ids))

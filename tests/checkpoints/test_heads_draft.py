@@ -11,7 +11,7 @@ from flax import nnx
 
 from specjax.checkpoints import CheckpointError, LoadedModel, load_head, load_model, save_draft, save_hf
 from specjax.models import DraftConfig, DraftDecoder
-from specjax.models.draft import Bound
+from specjax.models.output import Bound
 from specjax.testing import tiny_config, tiny_model
 
 from .conftest import params, torch_model

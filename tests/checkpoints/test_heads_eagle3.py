@@ -10,7 +10,7 @@ import safetensors.numpy
 from flax import nnx
 
 from specjax.checkpoints import CheckpointError, LoadedModel, load_head, save_eagle3
-from specjax.models import Eagle3, Eagle3Config
+from specjax.models import Eagle3, Eagle3Config, output_rows
 from specjax.testing import tiny_config, tiny_model
 
 from .conftest import params
@@ -95,12 +95,12 @@ def test_m3_every_tensor_lands_where_it_belongs(tmp_path, target):
   assert half["norm.weight"].dtype == jnp.bfloat16 and half["output.token_map"].dtype == jnp.int32
 
 
-def random_head(dtype=jnp.float32, **changes):
+def random_head(dtype=jnp.float32, rows=None, **changes):
   layer = tiny_config(num_layers=1, num_heads=2, num_kv_heads=1, head_dim=6, d_ff=20, rope_base=5e3)
   values = dict(decoder=layer, target_width=WIDTH, tap_layers=(1, 3, 8), **changes)
   config = Eagle3Config(**values)
   ids = IDS if config.draft_vocab_size else None
-  head = Eagle3(config, ids=ids, dtype=dtype, rngs=nnx.Rngs(3))
+  head = Eagle3(config, ids=ids, rows=rows, dtype=dtype, rngs=nnx.Rngs(3))
   head.norm.weight = nnx.Param(jnp.linspace(0.5, 1.5, WIDTH).astype(dtype))
   return head
 
@@ -132,7 +132,7 @@ def test_what_is_written_is_what_other_projects_read(tmp_path, target):
   head = random_head(draft_vocab_size=DRAFT, output_rank=5)
   for layout, layer in (("eagle", "midlayer"), ("speculators", "layers.0")):
     path = tmp_path / layout
-    save_eagle3(str(path), head, layout=layout, target="org/tiny", dtype=jnp.bfloat16, multiply_out=True)
+    save_eagle3(str(path), head, layout=layout, target="org/tiny", dtype=jnp.bfloat16, for_others=True)
     tensors = safetensors.numpy.load_file(path / "model.safetensors")
     expected = tensors_of(layer)
     assert tensors.keys() == expected.keys()
@@ -159,6 +159,29 @@ def test_what_is_written_is_what_other_projects_read(tmp_path, target):
     save_eagle3(str(tmp_path / "x"), head, dtype=jnp.float16)
   with pytest.raises(CheckpointError, match="exists already"):
     save_eagle3(str(tmp_path / "eagle"), head)
+
+
+def test_the_targets_own_rows_are_not_stored(tmp_path, target):
+  """A third of the file; logits are those of the target's rows. For others they are written, as any head's.
+
+  Fails when the rows of other ids are bound, or a head with rows of its own is read as one without.
+  """
+  rows = output_rows(target.model, IDS)
+  head = random_head(draft_vocab_size=DRAFT, output="target", rows=rows)
+  assert "output.weight" not in params(head)
+  for name, for_others in (("small", False), ("whole", True)):
+    path = tmp_path / name
+    save_eagle3(str(path), head, for_others=for_others)
+    tensors = safetensors.numpy.load_file(path / "model.safetensors")
+    assert ("lm_head.weight" in tensors) == for_others
+    loaded = load_head(str(path), target).module
+    assert loaded.config.output == ("own" if for_others else "target")
+    np.testing.assert_array_equal(loaded.output.weight[...], rows)
+    np.testing.assert_array_equal(loaded.fc.weight[...], head.fc.weight[...])
+  with pytest.raises(ValueError, match=r"rows \[16, 32\], rank = None; rows \[17, 32\]"):
+    random_head(draft_vocab_size=DRAFT, output="target", rows=rows[1:])
+  with pytest.raises(ValueError, match="no rows of the target are given"):
+    random_head(draft_vocab_size=DRAFT, output="target")
 
 
 @pytest.mark.parametrize(

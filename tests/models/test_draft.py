@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 from specjax.models import Decoder, DraftConfig, DraftDecoder, OutputLayer
-from specjax.models.draft import Bound
 from specjax.models.layers import Linear
+from specjax.models.output import Bound
 from specjax.testing import tiny_config, tiny_model
 from specjax.tree import TokenTree
 

@@ -247,6 +247,10 @@ def test_fresh_heads_start_from_the_target():
   first = target().layers[0].attention.q.weight[...]
   np.testing.assert_array_equal(layer.attention.q.weight[...][:, :32], first)
   np.testing.assert_allclose(started.fuse(of_target()[0]), of_target()[0][:, :, 2], rtol=1e-5)
+  bound = make_recipe("eagle3[tap_layers=(0,1,2),output=target,draft_vocab=20]")
+  module = bound.init(target(), stats, nnx.Rngs(0))
+  assert not any("output" in name for name in Parts(module).params)
+  np.testing.assert_allclose(module.output(hidden), logits, rtol=1e-4, atol=1e-4)
 
 
 def test_a_saved_head_is_gone_on_with():
@@ -297,6 +301,8 @@ def test_the_texts_tokens_as_labels():
     ("eagle3[tap_layers=(0,1,2),start=2]", "start = 2"),
     ("eagle3[tap_layers=(0,1,2),start=0,d_ff=8]", "d_ff = 8"),
     ("eagle3[tap_layers=(0,1,2),rank=33]", "rank = 33"),
+    ("eagle3[tap_layers=(0,1,2),output=target,rank=3]", "output_rank = 3"),
+    ("eagle3[tap_layers=(0,1,2),output=mine]", "output = 'mine'"),
   ],
 )
 def test_options_that_do_not_fit(text, words):

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from specjax.checkpoints import save_eagle3
-from specjax.models import Decoder, Eagle3, Eagle3Config, default_tap_layers, layers
+from specjax.models import Decoder, Eagle3, Eagle3Config, default_tap_layers, layers, output_rows
 from specjax.training.batches import Batch, rows_at
 from specjax.training.packed import attend, visible
 from specjax.training.recipes.base import Recipe, check_positive, copied, start_from_target
@@ -38,6 +38,7 @@ class EagleThree(Recipe):
     steps: of the training-time test, 1 … ; one a depth of the chains it will draft.
     tap_layers: three layers of the target whose input is seen; None: 2, L // 2, L − 3.
     d_ff: width of the feed-forward; None: the target's.
+    output: ``own``: an output layer that is trained; ``target``: the target's rows, as they are.
     start: layer of the target that the head's layer starts as: it adds that layer's queries, keys and values
       of the feature and the first layer's of the embedding, and the feature starts as the last of the three.
       None: drawn at random. The output layer and the norm before it start as the target's either way.
@@ -49,6 +50,7 @@ class EagleThree(Recipe):
   steps: int = 4
   tap_layers: tuple[int, ...] | None = None
   d_ff: int | None = None
+  output: str = "own"
   start: int | None = None
 
   name: ClassVar[str] = "eagle3"
@@ -85,11 +87,14 @@ class EagleThree(Recipe):
       tap_layers=self.taps(c)[:-1],
       draft_vocab_size=self.draft_vocab,
       output_rank=self.rank,
+      output=self.output,
     )
     config.check_target(c)
-    module = Eagle3(config, ids=ids, dtype=jnp.float32, rngs=rngs)
+    rows = output_rows(target, ids) if self.output == "target" else None
+    module = Eagle3(config, ids=ids, rows=rows, dtype=jnp.float32, rngs=rngs)
     module.norm = copied(target.norm)
-    start_from_target(module.output, target, ids)
+    if rows is None:
+      start_from_target(module.output, target, ids)
     sizes = np.ones((len(config.tap_layers), c.d_model)) if stats.sizes is None else stats.sizes[:-1]
     module.sizes = FeatureSizes(jnp.asarray(sizes, jnp.float32))
     if self.start is not None:
