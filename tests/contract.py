@@ -347,6 +347,7 @@ LONGER = {
   ("two_model_widths", "traversal_verification"),
   ("two_model_dynamic", "draw_and_follow"),
   ("two_model_dynamic", "greedy"),
+  ("two_model_tree_distinct", "traversal_verification"),
   ("two_model_widths", "greedy"),
   ("two_model_sample", "speculative_sampling"),
   ("prompt_lookup_tree", "recursive_rejection"),

@@ -187,7 +187,7 @@ def test_text_is_the_decoded_run_and_statistics_fit(plain):
     assert row.finish == "length" and sum(row.emitted) == BUDGET and row.tau == 1.0
 
 
-@pytest.mark.parametrize("name", ["prompt_lookup", "two_model"])
+@pytest.mark.parametrize("name", ["prompt_lookup", pytest.param("two_model", marks=pytest.mark.slow)])
 def test_speculation_and_slices_change_nothing(plain, name):
   weights, config = setup(name)
   found = generate_text(weights, config, TOKENIZER, PROMPTS, max_new_tokens=BUDGET, stop_ids=())

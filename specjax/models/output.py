@@ -114,8 +114,10 @@ class OutputLayer(nnx.Module):
       raise ValueError(
         f"OutputLayer: rows {list(rows.shape)}, rank = {rank}; rows {[size, d_model]} without a rank fit"
       )
-    self.weight = normal(size, d_model) if rank is None and rows is None else None
-    self.weight = self.weight if rows is None else Bound(rows.astype(dtype))
+    if rows is not None:
+      self.weight = Bound(rows.astype(dtype))
+    else:
+      self.weight = normal(size, d_model) if rank is None else None
     self.up = None if rank is None else normal(size, rank)
     self.down = None if rank is None else normal(rank, d_model)
     self.token_map = None if ids is None else TokenMap(jnp.asarray(ids))

@@ -70,18 +70,18 @@ class Records:
     _write(os.path.join(self.folder, CONFIG), text)
 
 
-def read_config(folder: str) -> dict[str, Any]:
-  """``config.json`` of a run.
+def read_config(folder: str, name: str = CONFIG) -> dict[str, Any]:
+  """``config.json`` of a run, perhaps under another name.
 
   Raises:
     ValueError: none there, or not one of ours.
   """
-  path = os.path.join(folder, CONFIG)
+  path = os.path.join(folder, name)
   try:
     with open(path, encoding="utf-8") as file:
       config = json.load(file)
   except (FileNotFoundError, NotADirectoryError):
-    raise ValueError(f"{folder}: no {CONFIG}; this is not a training run") from None
+    raise ValueError(f"{folder}: no {name}; this is not a training run") from None
   except ValueError as error:
     raise ValueError(f"{path}: not valid JSON ({error})") from None
   if not isinstance(config, dict) or not isinstance(config.get("settings"), dict):

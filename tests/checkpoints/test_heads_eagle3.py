@@ -162,13 +162,12 @@ def test_what_is_written_is_what_other_projects_read(tmp_path, target):
 
 
 def test_the_targets_own_rows_are_not_stored(tmp_path, target):
-  """A third of the file; logits are those of the target's rows. For others they are written, as any head's.
+  """They are bound when it is loaded. For other projects they are written, as any head's.
 
   Fails when the rows of other ids are bound, or a head with rows of its own is read as one without.
   """
   rows = output_rows(target.model, IDS)
   head = random_head(draft_vocab_size=DRAFT, output="target", rows=rows)
-  assert "output.weight" not in params(head)
   for name, for_others in (("small", False), ("whole", True)):
     path = tmp_path / name
     save_eagle3(str(path), head, for_others=for_others)

@@ -99,10 +99,17 @@ LOOPS = [
 ]
 
 
-TREES = ("scripted_tree", "prompt_lookup_tree", "two_model_tree_top_k")
+TREES = ("scripted_tree", "prompt_lookup_tree")
 LOOPS += [(name, 2) for name in (*TREES, "prompt_lookup_plain_rounds")]
-HEADS = ("two_model_widths", "eagle3_chain_sample", "eagle3_dynamic", "two_model_dynamic", "eagle3_widths")
-LOOPS += [pytest.param(name, 2, marks=pytest.mark.slow) for name in HEADS]
+LONGER = (
+  "two_model_tree_top_k",
+  "two_model_widths",
+  "eagle3_chain_sample",
+  "eagle3_dynamic",
+  "two_model_dynamic",
+  "eagle3_widths",
+)
+LOOPS += [pytest.param(name, 2, marks=pytest.mark.slow) for name in LONGER]
 
 
 @pytest.mark.parametrize(("name", "batch"), LOOPS)

@@ -87,6 +87,7 @@ def test_scripted_plans_are_followed():
       assert row.accepted[:-2] == wanted[:-2]  # the budget may cut the last proposals
 
 
+@pytest.mark.slow
 def test_p9_every_pair_accepts_something():
   """Token identity also holds for a drafter that never proposes: then it shows nothing (case P9)."""
   for name in ("prompt_lookup", "two_model_top_k", "two_model_sample", "self_draft"):

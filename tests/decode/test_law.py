@@ -159,6 +159,7 @@ def counts(tokens):
 
 # Their laws are enumerated in `tests/verify`, and the loop is the others': with the longer suite.
 LONGER = (
+  "tree-sample-traversal",
   "table-follow",
   "table-block",
   "two_model-speculative",

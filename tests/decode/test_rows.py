@@ -22,7 +22,7 @@ def rows_of(name, rule, **kwargs):
 
 # Medusa: case J6.
 HEADS = ("eagle3_chain_sample", "eagle3_dynamic", "medusa_tree")
-LONGER = ("prompt_lookup_tree", "two_model_tree_sample", *HEADS)
+LONGER = ("two_model_sample", "prompt_lookup_tree", "two_model_tree_sample", *HEADS)
 SOME = [pytest.param(name, marks=pytest.mark.slow) if name in LONGER else name for name in (*SAMPLED, *HEADS)]
 
 

@@ -35,7 +35,7 @@ def test_taps_belong_to_their_tokens(parents):
   assert [r.tokens for r in decode.results(state)] == [r.tokens[:20] for r in contract.plain()]
 
 
-@pytest.mark.parametrize("kind", ("chain", "dynamic tree"))
+@pytest.mark.parametrize("kind", (pytest.param("chain", marks=pytest.mark.slow), "dynamic tree"))
 def test_public_steps_compose_to_a_round(kind):
   """draft_step, verify_step and accept_step one by one equal decode_round and one round of generate.
 

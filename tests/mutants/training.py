@@ -130,8 +130,8 @@ MUTANTS = (
     "rounds that were never reached",
     "acceptance at a depth counts chains that ended before",
     f"{RECIPES}/base.py",
-    "reached = reached & agreed & greedy[:, d:]",
-    "reached = reached & greedy[:, d:]",
+    "reached, in_tree = reached & agreed & greedy[:, d:],",
+    "reached, in_tree = reached & greedy[:, d:],",
     (f"{FIGURES}[eagle3]",),
   ),
   Mutant(

@@ -124,8 +124,8 @@ def test_the_log(job, whole):
   assert [row["tokens"] for row in steps] == [order.tokens(job.data.row_tokens, i) for i in range(1, 9)]
   for row in held_out:
     figures = row["held_out"]
-    assert figures.keys() == {"acceptance", "agreement", "overlap", "coverage", "tau"}
-    assert all(len(figures[key]) == 2 for key in ("acceptance", "agreement", "overlap"))
+    assert figures.keys() == {"acceptance", "agreement", "overlap", "ranks", "coverage", "tau"}
+    assert all(len(figures[key]) == 2 for key in ("acceptance", "agreement", "overlap", "ranks"))
     assert 0 < figures["coverage"] < 1 <= figures["tau"] <= 3
   assert scalars(held_out[0])["held_out/agreement/1"] == held_out[0]["held_out"]["agreement"][1]
 

@@ -15,7 +15,7 @@ from flax import nnx
 from specjax import cache as kv
 from specjax.testing import tiny_model
 from specjax.training.batches import Packed
-from specjax.training.recipes import RECIPES, TextStats, acceptance, make_recipe, reference
+from specjax.training.recipes import RANKS, RECIPES, TextStats, acceptance, make_recipe, reference
 from specjax.training.recipes.base import Recipe
 from specjax.training.recipes.eagle3 import hidden_by_step, on_raw_features
 from specjax.training.step import Parts, with_features
@@ -166,7 +166,13 @@ def test_held_out_figures_are_those_of_the_loops(name):
   recipe, module = head(name)
   ids, logits = np.asarray(module.ids), of_target()[1]
   expected = {key: np.zeros(STEPS) for key in ("count", "agreed", "overlap", "reached", "accepted")}
+  expected |= {"tree_reached": np.zeros(STEPS), "ranks": np.zeros((STEPS, RANKS))}
   mass = 0.0
+
+  def rank(i, u, d, token):
+    q = drafts(name)(i, u, d)
+    return (q > q[ids.tolist().index(token)]).sum() if token in ids else len(ids)
+
   choice = lambda i, u, d: ids[drafts(name)(i, u, d).argmax()]
   for i, u, d in chains(name):
     tokens = texts().samples[i].tokens
@@ -179,6 +185,11 @@ def test_held_out_figures_are_those_of_the_loops(name):
     expected["overlap"][d] += np.minimum(p, softmax(drafts(name)(i, u, d).astype(np.float64))).sum()
     expected["reached"][d] += before
     expected["accepted"][d] += before and agreed
+    likeliest = [best(u + e) for e in range(d + 1)]
+    if all(likeliest[e] == tokens[u + e] and rank(i, u, e, likeliest[e]) < RANKS for e in range(d)):
+      expected["tree_reached"][d] += 1
+      if (own := rank(i, u, d, likeliest[d])) < RANKS:
+        expected["ranks"][d, own] += 1
     mass += p.sum() if d == 0 else 0.0
 
   @jax.jit
@@ -225,6 +236,7 @@ def test_a_draft_that_is_the_target_has_no_loss():
   figures = acceptance(recipe.evaluate(module, target(), batch.replace(best=best, mass=mass)))
   np.testing.assert_allclose(total, 0.0, atol=1e-3)
   assert figures["acceptance"] == [1.0] * 4 and figures["tau"] == 5.0
+  assert figures["ranks"] == [[1.0] + [0.0] * (RANKS - 1)] * 4
   np.testing.assert_allclose([figures["coverage"], *figures["overlap"]], 1.0, atol=1e-5)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specjax import options
-from specjax.training.recipes.base import Recipe, TextStats, acceptance, reference, without_layers
+from specjax.training.recipes.base import RANKS, Recipe, TextStats, acceptance, reference, without_layers
 from specjax.training.recipes.distilled import Distilled
 from specjax.training.recipes.eagle3 import EagleThree
 from specjax.training.recipes.medusa import Medusa
@@ -24,6 +24,7 @@ def make_recipe(text: str) -> Recipe:
 
 
 __all__ = [
+  "RANKS",
   "RECIPES",
   "Distilled",
   "EagleThree",

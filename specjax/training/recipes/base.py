@@ -23,6 +23,9 @@ from specjax.training.batches import Batch, chain_counts, rows_at
 
 Array = jax.Array
 
+# Children of a node of the trees that evaluation thinks of.
+RANKS = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class TextStats:
@@ -165,28 +168,34 @@ class Recipe:
       float32 ``[judged]`` each, by depth. ``count``: chains that get so far in the text. ``agreed``: of
       these, whose draft there is the target's most likely token (given the text). ``overlap``: Σ min(p, q).
       ``reached``: of these, in which the text is the target's most likely one and so were all drafts before
-      (so a greedy round would get there); ``accepted``: of those, whose draft there is, too. And ``mass``
-      ``[1]``, the target's probability of the draft vocabulary where a chain may begin.
+      (so a greedy round would get there); ``accepted``: of those, whose draft there is, too. The same of
+      trees whose nodes have `RANKS` children each: ``tree_reached``, and ``ranks [judged, RANKS]``, in which
+      the target's most likely token there is the draft's first, second, … And ``mass [1]``, the target's
+      probability of the draft vocabulary where a chain may begin.
     """
     judged = self.judged or self.depth
     logits = self.chain_logits(module, frozen, batch, judged)
     p = target_probs(frozen, batch, module.ids) * batch.mass[..., None]
     greedy = rows_at(batch.tokens, batch.counted) == batch.best
-    reached = batch.counted >= 0
-    found = []
+    reached = in_tree = batch.counted >= 0
+    found, ranks = [], []
     for d, q in enumerate(logits):
       counts = chain_counts(batch, d, self.lag)
       choice = jnp.argmax(q, axis=-1)
       choice = choice if module.ids is None else module.ids[choice]
       agreed = choice == batch.best[:, d:]
       shared = losses.overlap(p[:, d:], q)
-      reached = reached[:, : counts.shape[1]] & counts
-      values = [counts, agreed & counts, jnp.where(counts, shared, 0.0), reached, reached & agreed]
+      reached, in_tree = (rows[:, : counts.shape[1]] & counts for rows in (reached, in_tree))
+      rank = rank_of(batch.best[:, d:], q, module.ids)
+      values = [counts, agreed & counts, jnp.where(counts, shared, 0.0), reached, reached & agreed, in_tree]
       found.append([value.sum(dtype=jnp.float32) for value in values])
-      reached = reached & agreed & greedy[:, d:]
-    names = ("count", "agreed", "overlap", "reached", "accepted")
+      ranked = in_tree[..., None] & (rank[..., None] == jnp.arange(RANKS))
+      ranks.append(ranked.sum(axis=(0, 1), dtype=jnp.float32))
+      reached, in_tree = reached & agreed & greedy[:, d:], in_tree & (rank < RANKS) & greedy[:, d:]
+    names = ("count", "agreed", "overlap", "reached", "accepted", "tree_reached")
     sums = {name: jnp.stack(values) for name, values in zip(names, zip(*found))}
-    return sums | {"mass": losses.masked_sum(batch.mass, chain_counts(batch, 0, self.lag))[None]}
+    mass = losses.masked_sum(batch.mass, chain_counts(batch, 0, self.lag))
+    return sums | {"ranks": jnp.stack(ranks), "mass": mass[None]}
 
 
 def check_positive(what: str, field: str, value: Any, *, optional: bool = False) -> None:
@@ -244,6 +253,13 @@ def places_in(ids: Array | None, tokens: Array) -> tuple[Array, Array]:
   return index, ids[index] == tokens
 
 
+def rank_of(tokens: Array, logits: Array, ids: Array | None) -> Array:
+  """How many of the draft's tokens are likelier than each of ``tokens [...]``: int32, Vd if it lacks it."""
+  index, inside = places_in(ids, tokens)
+  own = jnp.take_along_axis(logits, index[..., None], axis=-1)
+  return jnp.where(inside, (logits > own).sum(axis=-1, dtype=jnp.int32), logits.shape[-1])
+
+
 def copied(part: Any) -> Any:
   """A module or array of the target's, its values copied to float32."""
   return jax.tree.map(lambda x: jnp.array(x, jnp.float32), part)
@@ -269,7 +285,9 @@ def acceptance(sums: dict[str, np.ndarray]) -> dict[str, Any]:
 
   Returns:
     Lists by depth: ``acceptance``, of greedy rounds that get there (null where none does); ``agreement``,
-    whatever came before; ``overlap``, mean Σ min(p, q), the acceptance of sampled drafts. And ``coverage``,
+    whatever came before; ``overlap``, mean Σ min(p, q), the acceptance of sampled drafts; ``ranks``, of
+    greedy rounds with trees that get there, the shares in which the first, second, … child is right (null
+    where none does). And ``coverage``,
     the target's mass in the draft vocabulary, and ``tau``, tokens of a greedy round with a chain of so many
     drafts: 1 + Σ_d Π_{i ≤ d} acceptance.
   """
@@ -280,6 +298,7 @@ def acceptance(sums: dict[str, np.ndarray]) -> dict[str, Any]:
     "acceptance": accepted,
     "agreement": rate(sums["agreed"], sums["count"]),
     "overlap": rate(sums["overlap"], sums["count"]),
+    "ranks": [(r / n).tolist() if n else None for r, n in zip(sums["ranks"], sums["tree_reached"])],
     "coverage": float(sums["mass"][0] / max(sums["count"][0], 1)),
     "tau": float(1 + chances.sum()),
   }
