@@ -29,7 +29,7 @@ from specjax.tree import TokenTree
 
 RUN = flags.DEFINE_string("run", "", "Folder of a training run, or of a shipped head.")
 MOST_NODES = flags.DEFINE_integer("most_nodes", 16, "Nodes of the largest tree, the root included.", 2, 128)
-LIVE = flags.DEFINE_integer("live", 256, "Tokens of the text at which rounds are priced.", 1)
+AT_LIVE = flags.DEFINE_integer("at_live", 256, "Tokens of the text at which rounds are priced.", 1)
 
 # Of training recipes: the drafter that runs the head.
 _DRAFTER_OF = {"eagle3": "eagle3", "medusa": "medusa", "distilled": "two_model"}
@@ -95,7 +95,7 @@ def main(_: Sequence[str]) -> None:
   table = calibration.load(runtime.calibration_key(job))
   if table is None:
     raise ValueError("this device is not calibrated: python -m experiments.calibrate")
-  cost = cost_of(table, drafter, LIVE.value)
+  cost = cost_of(table, drafter, AT_LIVE.value)
   ranks = [f"rank {rank}" for rank in range(1, acceptance.shape[1] + 1)]
   shares = [[str(depth), *(f"{share:.2f}" for share in row)] for depth, row in enumerate(acceptance, start=1)]
   results.table(["depth", *ranks], shares)
