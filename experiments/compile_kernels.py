@@ -52,6 +52,7 @@ from experiments.kernels import (
 )
 from experiments.kernels.compile_pool import Answer, Request
 from experiments.kernels.devices import Target
+from specjax.checkpoints.files import write_whole
 from specjax.kernels.tree_attention.api import KERNELS
 
 TARGET_NAMES = flags.DEFINE_list("targets", list(devices.TARGETS), "Devices to compile for.")
@@ -147,9 +148,9 @@ def _write(tables, requests, answers, failed) -> None:
   folder = shared.OUTPUT.value
   entries: list[dict[str, Any]] = [r | {"answer": a} for r, a in zip(requests, answers, strict=True)]
   report = {"schema": results.SCHEMA, "jax": jax.__version__, "failed": failed, "entries": entries}
-  results.write_file(os.path.join(folder, REPORT_FILE), json.dumps(report, indent=1) + "\n")
+  write_whole(os.path.join(folder, REPORT_FILE), json.dumps(report, indent=1) + "\n")
   text = "\n".join(compile_tables.markdown(*table) for table in tables)
-  results.write_file(os.path.join(folder, TABLE_FILE), f"{text}\n{compile_tables.NOTES}\n")
+  write_whole(os.path.join(folder, TABLE_FILE), f"{text}\n{compile_tables.NOTES}\n")
 
 
 def write_tiles(store, targets, kernels, models) -> list[str]:

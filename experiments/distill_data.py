@@ -98,6 +98,7 @@ flags.register_validator("questions_temperature", lambda value: value == value, 
 
 NOT_USED = (
   "draft_model",
+  "drafter_path",
   "drafter",
   "window",
   "rule",

@@ -21,9 +21,11 @@ from absl import flags
 
 from experiments import calibration, results, runtime, summary, training_plots
 from experiments import flags as shared
+from experiments.methods import HEADS
 from specjax.analysis import BestTree, CostTable, best_tree, best_tree_under
 from specjax.checkpoints import shipped
 from specjax.drafters import parse_drafter
+from specjax.training.recipes import make_recipe
 from specjax.training.records import CONFIG, read_config, read_metrics
 from specjax.tree import TokenTree
 
@@ -31,8 +33,6 @@ RUN = flags.DEFINE_string("run", "", "Folder of a training run, or of a shipped 
 MOST_NODES = flags.DEFINE_integer("most_nodes", 16, "Nodes of the largest tree, the root included.", 2, 128)
 AT_LIVE = flags.DEFINE_integer("at_live", 256, "Tokens of the text at which rounds are priced.", 1)
 
-# Of training recipes: the drafter that runs the head.
-_DRAFTER_OF = {"eagle3": "eagle3", "medusa": "medusa", "distilled": "two_model"}
 # A draft whose levels are forwards of their own costs by depth, the other at once.
 _BY_DEPTH = frozenset({"eagle3", "two_model"})
 
@@ -51,7 +51,8 @@ def acceptance_by_rank(run: str) -> tuple[str, np.ndarray]:
       f"--run = {run!r}: its log has no held-out acceptance by rank; train with --held_out_tokens"
     )
   known = [row for row in last["held_out"]["ranks"] if row is not None]
-  return _DRAFTER_OF[config["settings"]["--head"].partition("[")[0]], np.array(known)
+  kind = make_recipe(config["settings"]["--head"]).kind
+  return next(drafter for drafter, taken in HEADS.items() if taken == kind), np.array(known)
 
 
 def cost_of(table: CostTable, drafter: str, live: int):

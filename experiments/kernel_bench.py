@@ -42,6 +42,7 @@ from experiments.kernels import (
 )
 from experiments.kernels.attention_cases import Case
 from experiments.kernels.kernel_checks import Check, Verdict
+from specjax.checkpoints.files import write_whole
 from specjax.kernels.tree_attention import tiles
 from specjax.kernels.tree_attention.api import INTERPRETED, KERNELS
 
@@ -274,7 +275,7 @@ def save(report: dict[str, Any]) -> None:
   if shared.OUTPUT.value:
     whole = {"schema": results.SCHEMA, **results.environment(), **report}
     path = os.path.join(shared.OUTPUT.value, REPORT_FILE)
-    results.write_file(path, json.dumps(whole, indent=1) + "\n")
+    write_whole(path, json.dumps(whole, indent=1) + "\n")
 
 
 def main(_: list[str]) -> None:

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Sequence
 
-from experiments.results import write_file
+from specjax.checkpoints.files import write_whole
 
 DASH = "–"
 _MARKDOWN = {"|": r"\|", "*": r"\*", "_": r"\_", "<": r"\<", "\n": " "}
@@ -142,5 +142,5 @@ def write(table: Table, folder: str) -> list[str]:
   paths = []
   for ending, form in FORMATS.items():
     paths.append(os.path.join(folder, f"{table.name}.{ending}"))
-    write_file(paths[-1], form(table))
+    write_whole(paths[-1], form(table))
   return paths

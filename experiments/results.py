@@ -21,6 +21,7 @@ from typing import Any
 import jax
 from absl import flags
 
+from specjax.checkpoints.files import write_whole
 from specjax.decode import RowResult
 
 SCHEMA = 4
@@ -28,16 +29,6 @@ FLAGS_FILE, RUN_FILE, ROWS_FILE = "flags.txt", "run.json", "rows.jsonl"
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 # Flags of a run that another run of the same directory may change.
 _FREE = frozenset({"output", "compilation_cache", "flagfile"})
-
-
-def write_file(path: str, text: str) -> None:
-  """Writes a file that is whole or absent."""
-  part = f"{path}.part"
-  with open(part, "w", encoding="utf-8") as file:
-    file.write(text)
-    file.flush()
-    os.fsync(file.fileno())
-  os.replace(part, path)
 
 
 def flag_lines(modules: Sequence[Any]) -> dict[str, str]:
@@ -121,13 +112,13 @@ class RunDirectory:
       os.makedirs(path, exist_ok=True)
       # run.json first: a directory with flags always has both.
       self.update(schema=SCHEMA, script=script, started=_now(), **environment())
-      write_file(self._file(FLAGS_FILE), "".join(f"{line}\n" for line in self._lines.values()))
+      write_whole(self._file(FLAGS_FILE), "".join(f"{line}\n" for line in self._lines.values()))
     self.rows = read_rows(path, repair=True)
 
   def update(self, **info: Any) -> None:
     """Adds to ``run.json``."""
     self._info |= info
-    write_file(self._file(RUN_FILE), json.dumps(self._info, indent=2, ensure_ascii=False) + "\n")
+    write_whole(self._file(RUN_FILE), json.dumps(self._info, indent=2, ensure_ascii=False) + "\n")
 
   @property
   def info(self) -> dict[str, Any]:

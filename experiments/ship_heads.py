@@ -25,20 +25,18 @@ from experiments import flags as shared
 from experiments import results, summary
 from experiments.run_files import Run
 from specjax.checkpoints import package, shipped
-from specjax.checkpoints.files import write_json
+from specjax.checkpoints.files import write_json, write_whole
+from specjax.training.recipes import make_recipe
 from specjax.training.records import HEAD, METRICS, read_config, read_metrics
 
 TRAINED = flags.DEFINE_list("trained", [], "Finished training runs, one a kind of head.")
 MEASURED = flags.DEFINE_list("measured", [], "Finished runs of experiments.spec_bench, one a temperature.")
 MOST = flags.DEFINE_float("most_megabytes", 24.0, "Of all heads of a target together, 10^6 bytes each.", 0.0)
 
-# What a head of `train_drafter` is called in the package.
-_KIND_OF = {"eagle3": "eagle3", "medusa": "medusa", "distilled": "draft"}
-
 
 def kind_of(config: dict[str, Any]) -> str:
   """The kind of head that a training run made."""
-  return _KIND_OF[config["settings"]["--head"].partition("[")[0]]
+  return make_recipe(config["settings"]["--head"]).kind
 
 
 def place(run: str, folder: str) -> str:
@@ -57,7 +55,7 @@ def place(run: str, folder: str) -> str:
     shutil.copytree(os.path.join(run, HEAD), new)
     write_json(os.path.join(new, shipped.TRAINING), config)
     rows = read_metrics(run)
-    results.write_file(os.path.join(new, METRICS), "".join(json.dumps(row) + "\n" for row in rows))
+    write_whole(os.path.join(new, METRICS), "".join(json.dumps(row) + "\n" for row in rows))
     old = os.path.join(folder, kind)
     if os.path.isdir(old):
       os.rename(old, os.path.join(aside, "old"))
@@ -148,9 +146,7 @@ def main(_: Sequence[str]) -> None:
     table = recorded([Run.read(path, i) for i, path in enumerate(MEASURED.value, start=1)])
     if not os.path.isdir(folder):
       raise ValueError(f"{folder}: no heads there; ship some first, with --trained")
-    results.write_file(
-      os.path.join(folder, shipped.RESULTS), json.dumps(table, indent=2, ensure_ascii=False) + "\n"
-    )
+    write_whole(os.path.join(folder, shipped.RESULTS), json.dumps(table, indent=2, ensure_ascii=False) + "\n")
     print(f"best: {table['best']}", file=sys.stderr)
 
 

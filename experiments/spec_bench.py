@@ -24,6 +24,7 @@ from experiments import calibration, measure, predictions, questions, results, r
 from experiments import flags as shared
 from specjax import options, text
 from specjax.analysis import CostTable
+from specjax.checkpoints.files import write_whole
 from specjax.verify import describe
 
 TURNS = flags.DEFINE_enum("turns", "first", ["first", "all"], "Turns of each question to answer.")
@@ -186,7 +187,7 @@ def write_answers(path: str, rows: Sequence[dict[str, Any]], model: str) -> None
       by_question.setdefault(row["question_id"], []).append(row)
     lines = [_answer(method, model, turns) for turns in by_question.values()]
     name = "".join(c if c.isalnum() or c in "-_." else "_" for c in method)
-    results.write_file(os.path.join(folder, f"{name}.jsonl"), "".join(f"{line}\n" for line in lines))
+    write_whole(os.path.join(folder, f"{name}.jsonl"), "".join(f"{line}\n" for line in lines))
 
 
 def _answer(method: str, model: str, turns: Sequence[dict[str, Any]]) -> str:

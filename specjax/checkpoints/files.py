@@ -41,6 +41,16 @@ def read_json(path: str) -> dict[str, Any]:
   return value
 
 
+def write_whole(path: str, text: str) -> None:
+  """Writes a UTF-8 file that is whole or as it was: aside, to the disk, then renamed."""
+  part = f"{path}.part"
+  with open(part, "w", encoding="utf-8") as file:
+    file.write(text)
+    file.flush()
+    os.fsync(file.fileno())
+  os.replace(part, path)
+
+
 def write_json(path: str, value: Any) -> None:
   with open(path, "w", encoding="utf-8") as file:
     json.dump(value, file, indent=2, ensure_ascii=False)

@@ -14,7 +14,7 @@ from typing import Any
 from specjax.checkpoints.files import read_json
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shipped")
-TRAINING, METRICS, RESULTS = "training.json", "metrics.jsonl", "results.json"
+TRAINING, RESULTS = "training.json", "results.json"
 # Kinds as in `DraftHead`.
 KINDS = ("eagle3", "medusa", "draft")
 

@@ -25,7 +25,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from specjax.checkpoints.files import read_json, writing
+from specjax.checkpoints.files import read_json, write_whole, writing
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -356,12 +356,7 @@ class ShardWriter:
     }
     file = os.path.join(self.path, MANIFEST)
     with writing(file, "writing"):
-      with open(f"{file}.part", "w", encoding="utf-8") as stream:
-        json.dump(manifest, stream, indent=2, ensure_ascii=False)
-        stream.write("\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-      os.replace(f"{file}.part", file)
+      write_whole(file, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
 
 
 def _arrays(pending, provenance) -> tuple[dict[str, np.ndarray], list[int], list[tuple[int, int]]]:

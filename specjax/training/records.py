@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from specjax.checkpoints.files import write_whole
+
 CONFIG, METRICS, CHECKPOINTS, HEAD, CURVES = (
   "config.json",
   "metrics.jsonl",
@@ -53,7 +55,7 @@ class Records:
   def keep(self, step: int) -> None:
     """Forgets rows behind a step: a resumed run writes them again."""
     self.rows = [row for row in self.rows if row["step"] <= step]
-    _write(os.path.join(self.folder, METRICS), "".join(json.dumps(row) + "\n" for row in self.rows))
+    write_whole(os.path.join(self.folder, METRICS), "".join(json.dumps(row) + "\n" for row in self.rows))
 
   def append(self, row: dict[str, Any]) -> None:
     with open(os.path.join(self.folder, METRICS), "a", encoding="utf-8") as file:
@@ -67,7 +69,7 @@ class Records:
 
   def _write_config(self) -> None:
     text = json.dumps(self.config, indent=2, ensure_ascii=False) + "\n"
-    _write(os.path.join(self.folder, CONFIG), text)
+    write_whole(os.path.join(self.folder, CONFIG), text)
 
 
 def read_config(folder: str, name: str = CONFIG) -> dict[str, Any]:
@@ -107,15 +109,6 @@ def read_metrics(folder: str) -> list[dict[str, Any]]:
     except ValueError as error:
       raise ValueError(f"{path}, line {number}: not a row ({error})") from None
   return rows
-
-
-def _write(path: str, text: str) -> None:
-  """A file that is whole or as it was."""
-  with open(path + ".part", "w", encoding="utf-8") as file:
-    file.write(text)
-    file.flush()
-    os.fsync(file.fileno())
-  os.replace(path + ".part", path)
 
 
 def _check_same(path: str, theirs: dict[str, Any], ours: dict[str, Any]) -> None:

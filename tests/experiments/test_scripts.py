@@ -7,6 +7,7 @@ import re
 import pytest
 
 from experiments import compare_runs, decode_bench, generate, measure, questions, results, spec_bench
+from specjax.checkpoints.files import write_whole
 from tests.experiments.tiny import run_script
 
 FIELDS = (
@@ -156,7 +157,7 @@ def test_compare_refuses_unlike_runs(bench, first, tmp_path, capsys):
   assert "prompts_sha256 differs" in capsys.readouterr().err
   info = results.read_run(other)
   info["prompts_sha256"] = results.read_run(first)["prompts_sha256"]
-  results.write_file(os.path.join(other, results.RUN_FILE), json.dumps(info))
+  write_whole(os.path.join(other, results.RUN_FILE), json.dumps(info))
   assert run_script(compare_runs, first, other, takes_arguments=True) == 2
   assert "max_new_tokens differs: 12 in" in capsys.readouterr().err
   assert run_script(compare_runs, takes_arguments=True) == 2

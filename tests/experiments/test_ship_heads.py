@@ -45,7 +45,7 @@ def test_heads_lie_in_the_package_with_what_made_them(home, tmp_path):
   assert shipped.shipped_heads("somewhere/model.gguf") == {}
   made = json.loads((home / "eagle3" / shipped.TRAINING).read_text())
   assert made["settings"]["--head"] == "eagle3[steps=4]" and made["result"] == {"tokens": 7}
-  assert (home / "eagle3" / shipped.METRICS).read_text() == '{"step": 1}\n{"step": 2}\n'
+  assert (home / "eagle3" / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
   newer = trained(tmp_path / "c", "eagle3[steps=5]", result={"tokens": 8})
   assert ship(f"--trained={newer}") == 0
   assert json.loads((home / "eagle3" / shipped.TRAINING).read_text())["result"] == {"tokens": 8}

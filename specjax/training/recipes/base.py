@@ -7,6 +7,7 @@ of learned tokens, so that cutting a batch into parts, or over devices, changes 
 
 from __future__ import annotations
 
+import abc
 import copy
 import dataclasses
 from typing import Any, ClassVar
@@ -44,7 +45,7 @@ class TextStats:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(abc.ABC):
   """How a head is made, trained and judged: static and hashable; its fields are the options in brackets.
 
   Attributes:
@@ -63,6 +64,8 @@ class Recipe:
   judged: int | None = None
 
   name: ClassVar[str]
+  # Of the head it makes, as `checkpoints.DraftHead` has it.
+  kind: ClassVar[str]
   # Whether it reads `TextStats.sizes`.
   sized: ClassVar[bool] = False
   # See `batches.chain_counts`.
@@ -80,35 +83,36 @@ class Recipe:
   # --- a head's own ----------------------------------------------------------------------------------
 
   @property
+  @abc.abstractmethod
   def depth(self) -> int:
     """Depths that are trained."""
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def taps(self, target: DecoderConfig) -> tuple[int, ...]:
     """Layers of the target whose input batches must bring; the last is always ``num_layers``."""
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def init(self, target: Decoder, stats: TextStats, rngs: nnx.Rngs) -> nnx.Module:
     """A fresh head with float32 parameters.
 
     Raises:
       ValueError: options that do not fit the target.
     """
-    raise NotImplementedError
 
   def go_on(self, fresh: nnx.Module, trained: nnx.Module) -> nnx.Module:
     """A head that was saved, as `init` would have made it; ``fresh`` is what `init` made."""
     del fresh
     return trained
 
+  @abc.abstractmethod
   def chain_logits(self, module: Any, frozen: Decoder, batch: Batch, depth: int) -> list[Array]:
     """Logits over the draft vocabulary by depth: float32 ``[B, P - d, Vd]`` for d = 0 … depth - 1.
 
     Entry k of depth d is what the chain that begins at entry k of ``batch.counted`` says there, given the
     text before; where `chain_counts` is false it may be anything finite.
     """
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def save(self, path: str, module: Any, target: str, *, dtype) -> None:
     """Writes the head as a new folder, in a layout that `checkpoints.load_head` reads.
 
@@ -116,7 +120,6 @@ class Recipe:
       target: name of the model it drafts for, kept in the config.
       dtype: float32 or bfloat16.
     """
-    raise NotImplementedError
 
   # --- shared ----------------------------------------------------------------------------------------
 

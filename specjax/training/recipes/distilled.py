@@ -34,6 +34,7 @@ class Distilled(Recipe):
   judged: int | None = 4
 
   name: ClassVar[str] = "distilled"
+  kind: ClassVar[str] = "draft"
   lag: ClassVar[int] = 0
 
   def __post_init__(self):

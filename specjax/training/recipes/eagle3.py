@@ -54,6 +54,7 @@ class EagleThree(Recipe):
   start: int | None = None
 
   name: ClassVar[str] = "eagle3"
+  kind: ClassVar[str] = "eagle3"
   lag: ClassVar[int] = 1
   sized: ClassVar[bool] = True
 

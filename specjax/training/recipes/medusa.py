@@ -29,6 +29,7 @@ class Medusa(Recipe):
   output: str = "target"
 
   name: ClassVar[str] = "medusa"
+  kind: ClassVar[str] = "medusa"
   lag: ClassVar[int] = 1
 
   def __post_init__(self):
