@@ -14,7 +14,7 @@ Which layers are tapped, as inputs of the target's layers from 0:
 Fields and tensors of our own, written only where they are needed (a reader that does not know them refuses
 the file or, for ``tap_layers``, must be told): in the layout ``eagle`` always ``tap_layers`` (inputs);
 ``lm_head.{up,down}.weight`` for a factored output layer; ``output``, which is ``target`` where the output
-layer is the target's rows, and then no ``lm_head``.
+layer is the target's rows behind ``lm_head.readout.weight [D, D]``, and then no ``lm_head.weight``.
 """
 
 from __future__ import annotations
@@ -177,7 +177,8 @@ def save_eagle3(
     up, down = arrays.pop("output.up"), arrays.pop("output.down")
     arrays["output.weight"] = (up.astype(np.float32) @ down.astype(np.float32)).astype(up.dtype)
   if for_others and c.output == "target":
-    arrays["output.weight"] = np.asarray(head.output.weight[...]).astype(arrays["fc.weight"].dtype)
+    rows, readout = np.asarray(head.output.weight[...], np.float32), arrays.pop("output.readout")
+    arrays["output.weight"] = (rows @ readout.astype(np.float32)).astype(readout.dtype)
     c = dataclasses.replace(c, output="own")
   tensors = {
     **vocabulary.renamed(arrays, eagle3_names(LAYER_NAMES[layout])),

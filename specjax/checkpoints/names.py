@@ -47,11 +47,12 @@ _GGUF = {
   "output.weight": "head.weight",
 }
 
-# Of an output layer of a head's own; the two factors are ours, no public layout has them.
+# Of an output layer of a head's own; the factors and the readout are ours, no public layout has them.
 _OUTPUT = {
   "lm_head.weight": "output.weight",
   "lm_head.up.weight": "output.up",
   "lm_head.down.weight": "output.down",
+  "lm_head.readout.weight": "output.readout",
 }
 
 # Of an EAGLE-3 head; ``{}`` is what the one layer is called. d2t: see `draft_vocabulary`.

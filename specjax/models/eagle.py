@@ -32,7 +32,8 @@ class Eagle3Config:
     draft_vocab_size: Vd, tokens the head can say; None: all V.
     output_rank: of a factored output layer; None: one matrix.
     output: ``own``: an output layer of its own, as public heads have; ``target``: the target's rows of the
-      draft vocabulary, as they are, so that the head is small on disk.
+      draft vocabulary behind a matrix ``[D, D]`` of its own (what recurs need not be what is read out), so
+      that the head is small on disk.
     norm_before_residual: what the layer adds to is the normed feature instead of the feature (a field of
       the speculators project).
   """
@@ -165,7 +166,14 @@ class Eagle3(nnx.Module):
     self.layer = Eagle3Layer(c, dtype=dtype, rngs=rngs)
     self.norm = layers.RMSNorm(width, eps=c.decoder.norm_eps, dtype=dtype)
     self.output = OutputLayer(
-      width, c.decoder.vocab_size, ids=ids, rank=c.output_rank, rows=rows, dtype=dtype, rngs=rngs
+      width,
+      c.decoder.vocab_size,
+      ids=ids,
+      rank=c.output_rank,
+      rows=rows,
+      readout=rows is not None,
+      dtype=dtype,
+      rngs=rngs,
     )
 
   @property

@@ -88,9 +88,11 @@ class OutputLayer(nnx.Module):
     rank: r: the weight is ``up [Vd, r] · down [r, D]``; None: it is ``weight [Vd, D]``. With D = 576 and
       32000 tokens, rank 128 reads a quarter of the bytes.
     rows: the target's own rows ``[Vd, D]``, see `output_rows`: the weight is these, `Bound`.
+    readout: a matrix ``[D, D]`` of the draft's own stands before the rows: logits = rows · readout · x. It
+      starts as the identity.
 
   Raises:
-    ValueError: rows of another shape, or beside a rank.
+    ValueError: rows of another shape, or beside a rank; a readout without rows.
   """
 
   def __init__(
@@ -101,10 +103,13 @@ class OutputLayer(nnx.Module):
     ids: Sequence[int] | np.ndarray | None = None,
     rank: int | None = None,
     rows: Array | None = None,
+    readout: bool = False,
     dtype,
     rngs: nnx.Rngs,
   ):
     check_rank(rank, "OutputLayer")
+    if readout and rows is None:
+      raise ValueError("OutputLayer: a readout stands before the target's rows; there are none")
     ids = checked_ids(ids, None if ids is None else len(ids), vocab_size)
     size = vocab_size if ids is None else len(ids)
     normal = lambda rows, columns: nnx.Param(
@@ -120,6 +125,7 @@ class OutputLayer(nnx.Module):
       self.weight = normal(size, d_model) if rank is None else None
     self.up = None if rank is None else normal(size, rank)
     self.down = None if rank is None else normal(rank, d_model)
+    self.readout = nnx.Param(jnp.eye(d_model, dtype=dtype)) if readout else None
     self.token_map = None if ids is None else TokenMap(jnp.asarray(ids))
 
   @property
@@ -128,6 +134,8 @@ class OutputLayer(nnx.Module):
     return None if self.token_map is None else self.token_map[...]
 
   def __call__(self, x: Array) -> Array:
+    if self.readout is not None:
+      x = layers.matmul(x, self.readout[...])
     if self.weight is not None:
       return layers.matmul(x, self.weight[...]).astype(jnp.float32)
     return layers.matmul(layers.matmul(x, self.down[...]), self.up[...]).astype(jnp.float32)

@@ -162,12 +162,17 @@ def test_what_is_written_is_what_other_projects_read(tmp_path, target):
 
 
 def test_the_targets_own_rows_are_not_stored(tmp_path, target):
-  """They are bound when it is loaded. For other projects they are written, as any head's.
+  """They are bound when it is loaded. For other projects they are written, as any head's, with the readout.
 
-  Fails when the rows of other ids are bound, or a head with rows of its own is read as one without.
+  Fails when the rows of other ids are bound, a head with rows of its own is read as one without, or the
+  readout is lost or transposed.
   """
   rows = output_rows(target.model, IDS)
   head = random_head(draft_vocab_size=DRAFT, output="target", rows=rows)
+  x = np.random.default_rng(0).normal(size=(3, WIDTH)).astype(np.float32)
+  np.testing.assert_allclose(head.output(x), x @ np.asarray(rows).T, rtol=1e-5, atol=1e-5)  # at the start
+  head.output.readout[...] = jnp.asarray(np.random.default_rng(1).normal(size=(WIDTH, WIDTH)), jnp.float32)
+  said = np.asarray(rows) @ (np.asarray(head.output.readout[...]) @ x.T)
   for name, for_others in (("small", False), ("whole", True)):
     path = tmp_path / name
     save_eagle3(str(path), head, for_others=for_others)
@@ -175,7 +180,7 @@ def test_the_targets_own_rows_are_not_stored(tmp_path, target):
     assert ("lm_head.weight" in tensors) == for_others
     loaded = load_head(str(path), target).module
     assert loaded.config.output == ("own" if for_others else "target")
-    np.testing.assert_array_equal(loaded.output.weight[...], rows)
+    np.testing.assert_allclose(loaded.output(x), said.T, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(loaded.fc.weight[...], head.fc.weight[...])
   with pytest.raises(ValueError, match=r"rows \[16, 32\], rank = None; rows \[17, 32\]"):
     random_head(draft_vocab_size=DRAFT, output="target", rows=rows[1:])

@@ -38,7 +38,8 @@ class EagleThree(Recipe):
     steps: of the training-time test, 1 … ; one a depth of the chains it will draft.
     tap_layers: three layers of the target whose input is seen; None: 2, L // 2, L − 3.
     d_ff: width of the feed-forward; None: the target's.
-    output: ``own``: an output layer that is trained; ``target``: the target's rows, as they are.
+    output: ``own``: an output layer that is trained; ``target``: the target's rows behind a square
+      matrix that is trained.
     start: layer of the target that the head's layer starts as: it adds that layer's queries, keys and values
       of the feature and the first layer's of the embedding, and the feature starts as the last of the three.
       None: drawn at random. The output layer and the norm before it start as the target's either way.
