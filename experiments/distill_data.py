@@ -40,10 +40,11 @@ from experiments import measure, results, runtime, summary
 from specjax.checkpoints import package
 from specjax.training import conversations, distill, overlap
 from specjax.training.conversations import Conversation
-from specjax.training.data import Dataset, ShardWriter, digest_of, read_manifest
+from specjax.training.data import Dataset, digest_of, read_manifest
 from specjax.training.distill import Conversations, Distillation, Recipe
 from specjax.training.features import usual_taps
 from specjax.training.overlap import Evaluation, Filter
+from specjax.training.writer import ShardWriter
 
 TOKENS = flags.DEFINE_integer("tokens", None, "Answer tokens wanted in all. Default: 1000000, quick 500.", 1)
 SHARD_SAMPLES = flags.DEFINE_integer(

@@ -2,10 +2,10 @@
 
   python -m experiments.train_drafter --head="eagle3[steps=4,draft_vocab=8192]" --data=DATA --output=RUN
 
-`--data` is a folder written by experiments.distill_data. The run folder ends with ``config.json`` (flags,
-versions, hashes, the result), ``metrics.jsonl``, ``curves.png`` and ``head/``, the trained head, for
-`--drafter_path`. Nothing of the result depends on time: --minutes and --checkpoint_minutes may change between
-parts of a run.
+`--data` is a folder written by experiments.distill_data, or several: A,B. The run folder ends with
+``config.json`` (flags, versions, hashes, the result), ``metrics.jsonl``, ``curves.png`` and ``head/``, the
+trained head, for `--drafter_path`. Nothing of the result depends on time: --minutes and --checkpoint_minutes
+may change between parts of a run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ HEAD_FLAG = flags.DEFINE_string(
   "loss (cross_entropy, kl, total_variation or log_acceptance on the target's probabilities, tokens on the "
   "text), decay (weight of depth d is decay ** d), judged (depths of held-out acceptance).",
 )
-DATA = flags.DEFINE_string("data", "", "Folder of a dataset, written by experiments.distill_data.")
+DATA = flags.DEFINE_list("data", [], "Folders of data sets, written by experiments.distill_data.")
 START_FROM = flags.DEFINE_string(
   "start_from", "", "Folder of a head like --head that is trained on, e.g. one that saw less data."
 )
@@ -289,7 +289,7 @@ def show(records: Records) -> None:
 def main(_: list[str]) -> None:
   recipe, planned = plan_from_flags()
   write = tensorboard() if TENSORBOARD.value else None
-  dataset = Dataset.open(DATA.value)
+  dataset = Dataset.open(*DATA.value)
   job = runtime.load_job(["none"])
   target = job.target.model
   digest = model_digest(target)

@@ -20,16 +20,15 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.numpy
 
-from specjax.checkpoints.files import read_json, write_whole, writing
+from specjax.checkpoints.files import read_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-_METADATA = "specjax"
+METADATA = "specjax"
 _TYPES = {"tokens": "int32", "mask": "uint8", "starts": "int64", "numbers": "int64", "hashes": "uint64"}
 # What a manifest says, and of which type.
 _FIELDS = {"provenance": dict, "shards": list, "counts": dict, "digest": str}
@@ -42,7 +41,6 @@ _SHARD_FIELDS = {
   "answer_tokens": int,
   "info": dict,
 }
-_COUNTS = ("samples", "tokens", "answer_tokens")
 
 
 class Sample(NamedTuple):
@@ -70,31 +68,54 @@ class Dataset:
   """A finished data set, or what there is of one. Tokens are in memory, features are read when asked for.
 
   Attributes:
-    path: the folder.
-    manifest: what ``manifest.json`` holds: provenance, shards, counts, statistics.
-    digest: SHA-256 over the digests of the shards, in order.
+    manifest: what ``manifest.json`` holds, provenance, shards, counts, statistics; of several folders, the
+      first one's.
+    digest: SHA-256 over the digests of the shards, in order; of several folders, over theirs.
   """
 
-  def __init__(self, path: str, manifest: dict[str, Any], shards: list[_Shard]):
-    self.path, self.manifest, self._shards = path, manifest, shards
-    self.digest: str = manifest["digest"]
+  def __init__(self, manifest: dict[str, Any], digest: str, shards: list[Shard], kept: np.ndarray):
+    """
+    Args:
+      kept: int64 ``[samples]``, ascending places among the samples of all shards.
+    """
+    self.manifest, self.digest = manifest, digest
+    self._shards, self._kept = shards, kept
     self._ends = np.cumsum([len(shard) for shard in shards])
 
   @classmethod
-  def open(cls, path: str) -> Dataset:
+  def open(cls, path: str, *others: str) -> Dataset:
     """Reads the folder and checks every shard against its SHA-256.
 
+    Args:
+      others: folders that follow it, written with other seeds or settings. Of these, samples whose question
+        or answer is in a folder before are left out.
+
     Raises:
-      ValueError: no data set, no finished shard, or one that is missing or damaged; names file and field.
+      ValueError: no data set, no finished shard, or one that is missing or damaged, naming file and field;
+        or folders of different models or features.
     """
-    manifest = read_manifest(path)
-    shards = [_Shard(path, manifest, index) for index in range(len(manifest["shards"]))]
-    if not sum(map(len, shards)):
-      raise ValueError(f"{os.path.join(path, MANIFEST)}: shards hold no sample yet")
-    return cls(path, manifest, shards)
+    digests, shards, kept, seen = [], [], [], (set(), set())
+    first, count = None, 0
+    for folder in (path, *others):
+      manifest = read_manifest(folder)
+      own = [Shard(folder, manifest, index) for index in range(len(manifest["shards"]))]
+      if not sum(map(len, own)):
+        raise ValueError(f"{os.path.join(folder, MANIFEST)}: shards hold no sample yet")
+      first = manifest if first is None else first
+      _check_alike(path, first["provenance"], folder, manifest["provenance"])
+      hashes = [pair for shard in own for pair in shard.hashes.tolist()]
+      new = [not any(key in before for key, before in zip(pair, seen)) for pair in hashes]
+      kept.append(count + np.flatnonzero(new))
+      for before, keys in zip(seen, zip(*hashes)):
+        before.update(keys)
+      digests.append(manifest["digest"])
+      shards += own
+      count += len(hashes)
+    digest = digests[0] if len(digests) == 1 else digest_of(digests)
+    return cls(first, digest, shards, np.concatenate(kept))
 
   def __len__(self) -> int:
-    return int(self._ends[-1])
+    return len(self._kept)
 
   def __getitem__(self, i: int) -> Sample:
     shard, row = self._place(i)
@@ -113,11 +134,24 @@ class Dataset:
     shard, row = self._place(i)
     return shard.features(row)
 
-  def _place(self, i: int) -> tuple[_Shard, int]:
+  def _place(self, i: int) -> tuple[Shard, int]:
     if not 0 <= i < len(self):
       raise IndexError(f"sample {i}; there are samples 0 to {len(self) - 1}")
-    index = int(np.searchsorted(self._ends, i, side="right"))
-    return self._shards[index], i - int(self._ends[index]) + len(self._shards[index])
+    place = int(self._kept[i])
+    index = int(np.searchsorted(self._ends, place, side="right"))
+    return self._shards[index], place - int(self._ends[index]) + len(self._shards[index])
+
+
+def _check_alike(path: str, first: Mapping[str, Any], folder: str, other: Mapping[str, Any]) -> None:
+  """Raises ``ValueError`` unless the second folder's text and features are of the first one's model."""
+  model = lambda provenance: (provenance.get("model") or {}).get("sha256")
+  for name, of in (
+    ("model", model),
+    ("taps", lambda p: p.get("taps")),
+    ("width", lambda p: p.get("tap_width")),
+  ):
+    if of(first) != of(other):
+      raise ValueError(f"{folder}: {name} = {of(other)!r}; that of {path} is {of(first)!r}")
 
 
 def read_manifest(path: str) -> dict[str, Any]:
@@ -139,7 +173,7 @@ def read_manifest(path: str) -> dict[str, Any]:
     _check_fields(f"{file}: shard {index}", entry, _SHARD_FIELDS)
     if entry["file"] != shard_file(index):
       raise ValueError(f"{file}: shard {index}: file = {entry['file']!r}; it must be {shard_file(index)!r}")
-  found = _digest(manifest["shards"])
+  found = shards_digest(manifest["shards"])
   if manifest["digest"] != found:
     raise ValueError(f"{file}: digest = {manifest['digest']!r}; its shards give {found!r}")
   return manifest
@@ -151,16 +185,16 @@ def _check_fields(where: str, value: Mapping[str, Any], fields: Mapping[str, typ
       raise ValueError(f"{where}: {name} = {value.get(name)!r}; it must be of type {kind.__name__}")
 
 
-def _digest(shards: Sequence[Mapping[str, Any]]) -> str:
+def shards_digest(shards: Sequence[Mapping[str, Any]]) -> str:
   return hashlib.sha256("".join(shard["sha256"] for shard in shards).encode()).hexdigest()
 
 
-def _sha256(path: str) -> str:
+def sha256(path: str) -> str:
   with open(path, "rb") as file:
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class _Shard:
+class Shard:
   """One file, checked: small tensors in memory, taps where they are."""
 
   def __init__(self, path: str, manifest: Mapping[str, Any], index: int):
@@ -172,7 +206,7 @@ class _Shard:
     size = os.path.getsize(file)
     if size != entry["bytes"]:
       raise ValueError(f"{file}: {size} bytes, {MANIFEST} says {entry['bytes']}; {again}")
-    found = _sha256(file)
+    found = sha256(file)
     if found != entry["sha256"]:
       raise ValueError(f"{file}: SHA-256 is {found}, {MANIFEST} says {entry['sha256']}; {again}")
     try:
@@ -208,183 +242,3 @@ class _Shard:
 
   def answer_lengths(self) -> list[int]:
     return np.add.reduceat(self.mask, self.starts[:-1], dtype=np.int64).tolist() if len(self) else []
-
-
-class ShardWriter:
-  """Writes a data set shard by shard, and goes on where it ended.
-
-  Attributes:
-    path: the folder.
-    provenance: what the data is made from; a folder with another one is refused.
-    shards: entries of the finished shards; the next one to write is number ``len(shards)``.
-    hashes: of all their samples, ``(question, answer)``.
-  """
-
-  def __init__(self, path: str, provenance: Mapping[str, Any]):
-    """Opens the folder; shards from the first missing one on are to be written.
-
-    Args:
-      path: is made if it does not exist.
-      provenance: goes into the manifest as JSON. Its ``taps`` (layers, None without features) and
-        ``tap_width`` (D) say what `add` takes.
-
-    Raises:
-      ValueError: a folder of something else, of another provenance, or with a damaged shard.
-    """
-    self.path = path
-    self.provenance: dict[str, Any] = json.loads(json.dumps(provenance))
-    self.shards: list[dict[str, Any]] = []
-    self.hashes: list[tuple[int, int]] = []
-    self._lengths: list[int] = []
-    self._pending: list[tuple[Sample, int, tuple[int, int], np.ndarray | None]] = []
-    if os.path.exists(os.path.join(path, MANIFEST)):
-      self._resume()
-      return
-    others = [name for name in os.listdir(path) if not name.endswith(".part")] if os.path.isdir(path) else []
-    if others:
-      raise ValueError(f"{path} is not empty and holds no data set ({others[0]}); name a new folder")
-    with writing(path, "making the folder"):
-      os.makedirs(path, exist_ok=True)
-    self._write_manifest({})
-
-  def _resume(self) -> None:
-    manifest = read_manifest(self.path)
-    theirs = manifest["provenance"]
-    for name in self.provenance | theirs:
-      before, now = theirs.get(name), self.provenance.get(name)
-      if before != now:
-        raise ValueError(
-          f"{self.path} holds data with {name} = {before!r}; now it is {now!r}. Name a new folder"
-        )
-    for index, entry in enumerate(manifest["shards"]):
-      if not os.path.exists(os.path.join(self.path, entry["file"])):
-        break
-      shard = _Shard(self.path, manifest, index)
-      self.shards.append(entry)
-      self.hashes.extend(map(tuple, shard.hashes.tolist()))
-      self._lengths.extend(shard.answer_lengths())
-
-  @property
-  def answer_tokens(self) -> int:
-    """Of finished shards."""
-    return sum(self._lengths)
-
-  @property
-  def pending(self) -> int:
-    """Samples added to the shard that is not finished."""
-    return len(self._pending)
-
-  @property
-  def infos(self) -> list[dict[str, Any]]:
-    """What `commit` was told of each finished shard."""
-    return [entry["info"] for entry in self.shards]
-
-  def add(
-    self, sample: Sample, *, number: int, hashes: tuple[int, int] = (0, 0), features: np.ndarray | None = None
-  ) -> None:
-    """Adds a sample to the shard that is being made.
-
-    Args:
-      sample: of at least one token.
-      number: which of the whole set it is; ascending.
-      hashes: of its question and its answer.
-      features: bfloat16 ``[T - 1, taps, D]``, if the provenance has taps.
-
-    Raises:
-      ValueError: shapes that do not fit each other.
-    """
-    length, taps = len(sample.tokens), self.provenance.get("taps")
-    if not length or sample.mask.shape != (length,):
-      raise ValueError(f"sample {number} has {length} tokens and a mask of shape {sample.mask.shape}")
-    wanted = None if taps is None else (length - 1, len(taps), self.provenance["tap_width"])
-    found = None if features is None else features.shape
-    if found != wanted:
-      raise ValueError(f"sample {number} has features of shape {found}; taps = {taps} need {wanted}")
-    self._pending.append((sample, number, hashes, features))
-
-  def commit(
-    self, info: Mapping[str, Any], report: Mapping[str, Any], made_with: Mapping[str, Any] | None = None
-  ) -> dict[str, Any]:
-    """Writes the shard and the manifest, each aside and renamed; returns the shard's entry.
-
-    Args:
-      info: of this shard, kept in its entry and in its file.
-      report: on all shards, this one included; goes into the manifest.
-      made_with: versions and device, kept in the entry alone: other ones may well give the same bits.
-
-    Raises:
-      CheckpointError: it cannot be written; shards before it stay.
-    """
-    index = len(self.shards)
-    pending, self._pending = self._pending, []
-    arrays, lengths, hashes = _arrays(pending, self.provenance)
-    about = {"format": FORMAT, "provenance": self.provenance, "shard": index, "info": dict(info)}
-    metadata = {_METADATA: json.dumps(about, sort_keys=True)}
-    file = os.path.join(self.path, shard_file(index))
-    with writing(file, "writing"):
-      part = f"{file}.part"
-      safetensors.numpy.save_file(arrays, part, metadata=metadata)
-      with open(part, "r+b") as stream:
-        os.fsync(stream.fileno())
-      entry = {
-        "file": shard_file(index),
-        "sha256": _sha256(part),
-        "bytes": os.path.getsize(part),
-        "samples": len(pending),
-        "tokens": len(arrays["tokens"]),
-        "answer_tokens": sum(lengths),
-        "info": json.loads(json.dumps(info)),
-        "made_with": dict(made_with or {}),
-      }
-      os.replace(part, file)
-    self.shards.append(entry)
-    self.hashes.extend(hashes)
-    self._lengths.extend(lengths)
-    self._write_manifest(report)
-    return entry
-
-  def _write_manifest(self, report: Mapping[str, Any]) -> None:
-    sums = {name: sum(entry[name] for entry in self.shards) for name in _COUNTS}
-    manifest = {
-      "format": FORMAT,
-      "provenance": self.provenance,
-      "counts": sums,
-      "answer_lengths": length_statistics(self._lengths),
-      "report": dict(report),
-      "shards": self.shards,
-      "digest": _digest(self.shards),
-    }
-    file = os.path.join(self.path, MANIFEST)
-    with writing(file, "writing"):
-      write_whole(file, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
-
-
-def _arrays(pending, provenance) -> tuple[dict[str, np.ndarray], list[int], list[tuple[int, int]]]:
-  """A shard's tensors, its answers' lengths and its hashes. Takes the features out of ``pending``."""
-  lengths = [int(sample.mask.sum()) for sample, *_ in pending]
-  hashes = [pair for _, _, pair, _ in pending]
-  starts = np.cumsum([0, *(len(sample.tokens) for sample, *_ in pending)], dtype=np.int64)
-  join = lambda arrays, dtype: np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)
-  arrays = {
-    "tokens": join([sample.tokens for sample, *_ in pending], np.int32),
-    "mask": join([sample.mask for sample, *_ in pending], np.uint8),
-    "starts": starts,
-    "numbers": np.array([number for _, number, _, _ in pending], np.int64),
-    "hashes": np.array(hashes, np.uint64).reshape(-1, 2),
-  }
-  if provenance.get("taps") is not None:
-    shape = (int(starts[-1]), len(provenance["taps"]), provenance["tap_width"])
-    taps = arrays["taps"] = np.zeros(shape, jnp.bfloat16)
-    for i, (sample, number, pair, features) in enumerate(pending):
-      taps[starts[i] : starts[i + 1] - 1] = features
-      pending[i] = (sample, number, pair, None)  # one copy in memory, not two
-  return arrays, lengths, hashes
-
-
-def length_statistics(lengths: Sequence[int]) -> dict[str, float]:
-  """Mean and quantiles of the answers' tokens; empty without any."""
-  if not lengths:
-    return {}
-  quantiles = np.quantile(lengths, [0.0, 0.1, 0.5, 0.9, 1.0])
-  named = dict(zip(("min", "p10", "median", "p90", "max"), map(float, quantiles), strict=True))
-  return {"mean": round(float(np.mean(lengths)), 2), **named}

@@ -26,11 +26,12 @@ from specjax.decode import Finish
 from specjax.models import Decoder
 from specjax.training import overlap
 from specjax.training.conversations import Conversation, to_sample
-from specjax.training.data import Sample, ShardWriter
+from specjax.training.data import Sample
 from specjax.training.features import features_of
 from specjax.training.overlap import Evaluation, Filter
 from specjax.training.questions import question_of, user_turn
 from specjax.training.slots import Job, Slots, Written
+from specjax.training.writer import ShardWriter
 
 # What a sample's noise is for: part of its seed.
 _QUESTION, _ANSWER = 0, 1

@@ -9,9 +9,10 @@ import pytest
 
 from experiments import runtime, train_drafter, training_plots
 from specjax.checkpoints import load_head, load_model
-from specjax.training.data import Sample, ShardWriter
+from specjax.training.data import Sample
 from specjax.training.distill import model_digest
 from specjax.training.records import read_config, read_metrics
+from specjax.training.writer import ShardWriter
 from tests.experiments.tiny import VOCAB, run_script
 
 HEAD = "medusa[heads=2,draft_vocab=40]"

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from specjax.training.data import Dataset, Sample, ShardWriter, digest_of, length_statistics, read_manifest
+from specjax.training.data import Dataset, Sample, digest_of, read_manifest
+from specjax.training.writer import ShardWriter, length_statistics
 
 PROVENANCE = {
   "kind": "self",
@@ -161,6 +162,30 @@ DAMAGE = {
     "manifest.json: not valid JSON",
   ),
 }
+
+
+def test_folders_follow_each_other(tmp_path):
+  """Of later ones, what an earlier one has is left out; other models and features are refused.
+
+  Fails when samples are read from the wrong shard behind one that was left out.
+  """
+  first, second = tmp_path / "first", tmp_path / "second"
+  write(first, WITH_TAPS)
+  writer = ShardWriter(str(second), WITH_TAPS | {"seed": 4})
+  for number, hashes in enumerate([(1, 20), (21, 22), (23, 2**64 - 1), (25, 26)], start=10):
+    writer.add(sample(number, 4, 2), number=number, hashes=hashes, features=features(number, 4))
+  writer.commit({"dropped": {}}, {})
+  data = Dataset.open(str(first), str(second))
+  assert [data.number(i) for i in range(len(data))] == [0, 1, 2, 3, 4, 11, 13]
+  for i in range(len(data)):
+    np.testing.assert_array_equal(data[i].tokens[:1], [100 * data.number(i)])
+    np.testing.assert_array_equal(data.features(i), features(data.number(i), len(data[i].tokens)))
+  alone = [Dataset.open(str(path)) for path in (first, second)]
+  assert [len(part) for part in alone] == [5, 4]  # within a folder the writer has looked already
+  assert data.digest == digest_of([part.digest for part in alone]) and data.manifest == alone[0].manifest
+  write(tmp_path / "plain")
+  with pytest.raises(ValueError, match=r"plain: taps = None; that of .*first is \[2, 1\]"):
+    Dataset.open(str(first), str(tmp_path / "plain"))
 
 
 @pytest.mark.parametrize("how", DAMAGE)

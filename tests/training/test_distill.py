@@ -14,7 +14,7 @@ from specjax.decode import Finish
 from specjax.drafters import NoDrafter
 from specjax.sampling import Settings
 from specjax.training.conversations import Conversation
-from specjax.training.data import Dataset, ShardWriter
+from specjax.training.data import Dataset
 from specjax.training.distill import (
   Conversations,
   Distillation,
@@ -27,6 +27,7 @@ from specjax.training.distill import (
 from specjax.training.overlap import Evaluation, Filter
 from specjax.training.questions import question_of, user_turn
 from specjax.training.slots import Job, Slots, Written
+from specjax.training.writer import ShardWriter
 from specjax.verify import DrawAndFollow
 from tests.training.tiny import BOS, END, START, letters_model, letters_tokenizer, loaded
 
