@@ -25,7 +25,7 @@ setuptools.setup(
   packages=setuptools.find_packages(include=["specjax", "specjax.*", "experiments", "experiments.*"]),
   package_data={
     "experiments": ["*.jsonl"],
-    "specjax.checkpoints": ["shipped/*/*.json", "shipped/*/*/*"],
+    "specjax.checkpoints": ["shipped/**/*"],
     "specjax.kernels.tree_attention": ["tiles/*.json"],
   },
   python_requires=">=3.11",

@@ -27,7 +27,7 @@ from experiments.run_files import Run
 from specjax.checkpoints import package, shipped
 from specjax.checkpoints.files import write_json, write_whole
 from specjax.training.recipes import make_recipe
-from specjax.training.records import HEAD, METRICS, read_config, read_metrics
+from specjax.training.records import BEFORE, HEAD, METRICS, read_config, read_metrics
 
 TRAINED = flags.DEFINE_list("trained", [], "Finished training runs, one a kind of head.")
 MEASURED = flags.DEFINE_list("measured", [], "Finished runs of experiments.spec_bench, one a temperature.")
@@ -56,6 +56,8 @@ def place(run: str, folder: str) -> str:
     write_json(os.path.join(new, shipped.TRAINING), config)
     rows = read_metrics(run)
     write_whole(os.path.join(new, METRICS), "".join(json.dumps(row) + "\n" for row in rows))
+    if os.path.isdir(os.path.join(run, BEFORE)):
+      shutil.copytree(os.path.join(run, BEFORE), os.path.join(new, BEFORE))
     old = os.path.join(folder, kind)
     if os.path.isdir(old):
       os.rename(old, os.path.join(aside, "old"))
@@ -66,10 +68,14 @@ def place(run: str, folder: str) -> str:
 def sizes(folder: str) -> dict[str, int]:
   """Bytes of each kind of head there."""
   return {
-    kind: sum(entry.stat().st_size for entry in os.scandir(os.path.join(folder, kind)))
+    kind: _bytes(os.path.join(folder, kind))
     for kind in shipped.KINDS
     if os.path.isdir(os.path.join(folder, kind))
   }
+
+
+def _bytes(folder: str) -> int:
+  return sum(os.path.getsize(os.path.join(at, name)) for at, _, names in os.walk(folder) for name in names)
 
 
 def ship(runs: Sequence[str], folder: str, most: float) -> None:
@@ -80,7 +86,7 @@ def ship(runs: Sequence[str], folder: str, most: float) -> None:
     raise ValueError(f"--trained are of {', '.join(kinds)}; one of a kind is needed")
   after = sizes(folder)
   for run, kind in zip(runs, kinds, strict=True):
-    after[kind] = sum(entry.stat().st_size for entry in os.scandir(os.path.join(run, HEAD)))
+    after[kind] = _bytes(os.path.join(run, HEAD))
   if sum(after.values()) > most * 1e6:
     listed = ", ".join(f"{kind} {size / 1e6:.1f}" for kind, size in after.items())
     raise ValueError(f"--most_megabytes = {most:g}; the heads would be {listed}")

@@ -308,6 +308,8 @@ def main(_: list[str]) -> None:
   records = Records(
     shared.OUTPUT.value, settings(dataset, digest, planned.steps, start), results.environment()
   )
+  if START_FROM.value:
+    records.keep_before(START_FROM.value)
   writers = [write(os.path.join(records.folder, "tensorboard"))] if write else []
   run = train(
     recipe,

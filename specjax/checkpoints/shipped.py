@@ -1,7 +1,8 @@
 """Trained heads that come with specjax, by packaged target, and how they did.
 
 ``shipped/TARGET/KIND/`` is a head as `load_head` reads it, beside it how it was made: ``training.json``
-(settings, versions, the data's digest, the result) and ``metrics.jsonl`` (its training's log).
+(settings, versions, the data's digest, the result) and ``metrics.jsonl`` (its training's log); in ``before/``
+the same of the runs that it went on from.
 ``shipped/TARGET/results.json`` records how fast they were on one device. All of it is written by
 `experiments.ship_heads`.
 """

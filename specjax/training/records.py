@@ -2,13 +2,15 @@
 
 ``config.json`` holds settings (which a resumed run must share), what else is known of the run, and at the end
 its result. ``metrics.jsonl`` has a row a logged step. ``checkpoints/`` has the last two states, written by
-orbax aside and renamed.
+orbax aside and renamed. ``before/`` has config and log of the run whose head it went on with, and its
+``before/`` in turn.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from typing import Any
 
 import jax
@@ -23,6 +25,7 @@ CONFIG, METRICS, CHECKPOINTS, HEAD, CURVES = (
   "head",
   "curves.png",
 )
+BEFORE = "before"
 _KEPT = 2
 
 
@@ -51,6 +54,20 @@ class Records:
       self.config = {"settings": settings, "about": about or {}}
       self._write_config()
     self.rows = read_metrics(folder)
+
+  def keep_before(self, head: str) -> None:
+    """Copies the records of the run that a head came from, if it lies in one; what is there stays."""
+    run, mine = os.path.dirname(os.path.abspath(head)), os.path.join(self.folder, BEFORE)
+    if os.path.isdir(mine) or not os.path.exists(os.path.join(run, CONFIG)):
+      return
+    part = f"{mine}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    os.makedirs(part)
+    for name in (CONFIG, METRICS):
+      shutil.copy(os.path.join(run, name), part)
+    if os.path.isdir(os.path.join(run, BEFORE)):
+      shutil.copytree(os.path.join(run, BEFORE), os.path.join(part, BEFORE))
+    os.rename(part, mine)
 
   def keep(self, step: int) -> None:
     """Forgets rows behind a step: a resumed run writes them again."""

@@ -118,6 +118,8 @@ def test_a_head_is_trained_on(run, data, first, tmp_path, capsys):
   for a, b in zip(again.module.blocks, start.module.blocks, strict=True):
     np.testing.assert_allclose(a.weight[...], b.weight[...], atol=1e-6)
   assert len(read_config(output)["settings"]["--start_from"]) == 16
+  assert read_config(os.path.join(output, "before")) == read_config(first)
+  assert read_metrics(os.path.join(output, "before")) == read_metrics(first)
   other = ["--head=medusa[heads=3,draft_vocab=40]", f"--start_from={before}"]
   capsys.readouterr()
   assert run(str(tmp_path / "other"), data[0], *other) == 2
