@@ -9,7 +9,11 @@ from specjax.kernels.tree_attention.masks import Mask, visible_slots
 
 Array = jax.Array
 
+# Up to so many slots are one block, dead ones and all: on CPU the copies of two blocks cost more than that.
+WHOLE = 512
 BLOCK = 128
+# Up to so many rows a head XLA's product with keys is slower than a sum of so many lanes on CPU.
+FEW_ROWS, LANES = 4, 8
 
 
 def attend(
@@ -23,7 +27,7 @@ def attend(
   batch, nodes, heads, head_dim = q.shape
   kv_heads, slots = k.shape[1], k.shape[2]
   group = heads // kv_heads
-  block = min(BLOCK, slots)
+  block = slots if slots <= WHOLE else BLOCK
   exact = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
   dot = lambda spec, a, b: jnp.einsum(spec, a, b, precision=exact, preferred_element_type=jnp.float32)
 
@@ -39,25 +43,19 @@ def attend(
     seen = visible_slots(slot, mask) & (slot >= i * block)[None, None, :]
     k_block = jax.lax.dynamic_slice_in_dim(k, start, block, axis=2)
     v_block = jax.lax.dynamic_slice_in_dim(v, start, block, axis=2)
-    # A probability of 0 does not hide a NaN: values that are not finite are replaced, and the scores of
-    # their slot made NaN, which the mask does hide. A broken draft spoils neither its siblings nor a
-    # prompt that is padded with it, and nodes that see it still come out as NaN.
-    finite = jnp.isfinite(v_block)
-    v_block = jnp.where(finite, v_block, jnp.zeros((), v.dtype))
-    poison = jnp.where(finite.all(axis=-1), 0.0, jnp.nan)[:, :, None, :]
-    scores = dot("BKRH,BKSH->BKRS", rows, k_block) * scale
+    scores = _products(rows, k_block, dot) * scale
     if softcap is not None:
       scores = softcap * jnp.tanh(scores / softcap)
     shown = jnp.broadcast_to(seen[:, None, None], (batch, 1, group, nodes, block))
     shown = shown.reshape(batch, 1, group * nodes, block)
-    scores = jnp.where(shown, scores + poison, -jnp.inf)
+    scores = jnp.where(shown, scores, -jnp.inf)
     new_top = jnp.maximum(top, scores.max(axis=-1))
     # Rows that have seen nothing yet have top = -inf; 0 keeps the exponents finite.
     base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
     weights = jnp.exp(scores - base[..., None])
     rescale = jnp.exp(top - base)
     total = total * rescale + weights.sum(axis=-1)
-    acc = acc * rescale[..., None] + dot("BKRS,BKSH->BKRH", weights.astype(v.dtype), v_block)
+    acc = acc * rescale[..., None] + _weighted(weights, v_block, shown, dot)
     return k, v, new_top, total, acc
 
   shape = (batch, kv_heads, group * nodes)
@@ -67,3 +65,45 @@ def attend(
   out = acc / jnp.where(total == 0, 1.0, total)[..., None]
   out = out.reshape(batch, kv_heads, group, nodes, head_dim).transpose(0, 3, 1, 2, 4)
   return out.reshape(batch, nodes, heads, head_dim).astype(q.dtype), k, v
+
+
+def _products(rows: Array, k: Array, dot) -> Array:
+  """Products of rows ``[B, K, R, H]`` and keys ``[B, K, S, H]``: float32 ``[B, K, R, S]``."""
+  product = lambda rows, k: dot("BKRH,BKSH->BKRS", rows, k)
+  if rows.shape[2] > FEW_ROWS or rows.shape[3] % LANES:
+    return product(rows, k)
+
+  def sums(rows, k):
+    # Reduced over lanes last: a sum along memory alone is not vectorised.
+    cut = lambda x: x.astype(jnp.float32).reshape(*x.shape[:3], -1, LANES)
+    return (cut(rows)[:, :, :, None] * cut(k)[:, :, None]).sum(axis=-2).sum(axis=-1)
+
+  return jax.lax.platform_dependent(rows, k, cpu=sums, default=product)
+
+
+def _weighted(weights: Array, v: Array, shown: Array, dot) -> Array:
+  """Σ_s w_s v_s over the slots of a block, of which those that are not shown may hold anything.
+
+  A weight of 0 does not hide a NaN: values that are not finite count as 0, and the weight of a slot that has
+  one is NaN where it is shown. So a broken draft spoils neither its siblings nor a prompt that is padded with
+  it, and nodes that see it still come out as NaN.
+
+  Args:
+    weights: float32 ``[B, K, R, S]``, 0 where not shown.
+    v: ``[B, K, S, H]``.
+    shown: bool ``[B, 1, R, S]``.
+  """
+
+  def careful(weights, v):
+    finite = jnp.isfinite(v)
+    spoilt = shown & ~finite.all(axis=-1)[:, :, None, :]
+    weights = jnp.where(spoilt, jnp.nan, weights).astype(v.dtype)
+    return dot("BKRS,BKSH->BKRH", weights, jnp.where(finite, v, jnp.zeros((), v.dtype)))
+
+  def careful_if_needed(weights, v):
+    # What is not finite anywhere shows in the plain sum. A look at it costs less than one at all values.
+    plain = dot("BKRS,BKSH->BKRH", weights.astype(v.dtype), v)
+    return jax.lax.cond(jnp.isfinite(plain).all(), lambda *_: plain, careful, weights, v)
+
+  # On other devices a branch costs more than the look: a GPU's host decides it.
+  return jax.lax.platform_dependent(weights, v, cpu=careful_if_needed, default=careful)
