@@ -120,9 +120,9 @@ def test_no_cache_is_copied_in_the_loop(name, batch):
   """
   drafter, weights = contract.built(name)
   rule = "speculative_sampling" if drafter.tree.is_chain and "widths" not in name else "draw_and_follow"
-  # Several blocks of slots: in a buffer of one block, a block of it has the shape of a cache.
-  config = contract.static(name, rule, length_limit=600)
-  state = contract.start(name, rows=tuple(range(batch)), length_limit=600)
+  # Three blocks of slots: in a buffer of one block, a block of it has the shape of a cache.
+  config = contract.static(name, rule, length_limit=300)
+  state = contract.start(name, rows=tuple(range(batch)), length_limit=300)
   lowered = decode.run_rounds.lower(weights, state, config, np.int32(1))
   caches = [state.cache, *(cache for _, cache in contract.DRAFTERS[name].caches(state.drafter).values())]
   assert not cache_sized_work(lowered.compile().as_text(), caches)

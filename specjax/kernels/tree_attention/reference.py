@@ -9,10 +9,12 @@ from specjax.kernels.tree_attention.masks import Mask, visible_slots
 
 Array = jax.Array
 
-# Up to so many slots are one block, dead ones and all: on CPU the copies of two blocks cost more than that.
-WHOLE = 512
 BLOCK = 128
-# Up to so many rows a head XLA's product with keys is slower than a sum of so many lanes on CPU.
+# What follows is for keys of so many bytes, which no core's cache holds; of fewer, each would cost time.
+LARGE = 8 * 2**20
+# Up to so many slots are one block, dead ones and all: the copies of blocks cost more than those.
+WHOLE = 512
+# Up to so many rows a head XLA's product with keys is slower than a sum over so many lanes on CPU.
 FEW_ROWS, LANES = 4, 8
 
 
@@ -27,7 +29,8 @@ def attend(
   batch, nodes, heads, head_dim = q.shape
   kv_heads, slots = k.shape[1], k.shape[2]
   group = heads // kv_heads
-  block = slots if slots <= WHOLE else BLOCK
+  large = k.nbytes >= LARGE
+  block = slots if large and slots <= WHOLE else min(BLOCK, slots)
   exact = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
   dot = lambda spec, a, b: jnp.einsum(spec, a, b, precision=exact, preferred_element_type=jnp.float32)
 
@@ -43,7 +46,7 @@ def attend(
     seen = visible_slots(slot, mask) & (slot >= i * block)[None, None, :]
     k_block = jax.lax.dynamic_slice_in_dim(k, start, block, axis=2)
     v_block = jax.lax.dynamic_slice_in_dim(v, start, block, axis=2)
-    scores = _products(rows, k_block, dot) * scale
+    scores = _products(rows, k_block, dot, large) * scale
     if softcap is not None:
       scores = softcap * jnp.tanh(scores / softcap)
     shown = jnp.broadcast_to(seen[:, None, None], (batch, 1, group, nodes, block))
@@ -55,7 +58,7 @@ def attend(
     weights = jnp.exp(scores - base[..., None])
     rescale = jnp.exp(top - base)
     total = total * rescale + weights.sum(axis=-1)
-    acc = acc * rescale[..., None] + _weighted(weights, v_block, shown, dot)
+    acc = acc * rescale[..., None] + _weighted(weights, v_block, shown, dot, large)
     return k, v, new_top, total, acc
 
   shape = (batch, kv_heads, group * nodes)
@@ -67,10 +70,10 @@ def attend(
   return out.reshape(batch, nodes, heads, head_dim).astype(q.dtype), k, v
 
 
-def _products(rows: Array, k: Array, dot) -> Array:
+def _products(rows: Array, k: Array, dot, large: bool) -> Array:
   """Products of rows ``[B, K, R, H]`` and keys ``[B, K, S, H]``: float32 ``[B, K, R, S]``."""
   product = lambda rows, k: dot("BKRH,BKSH->BKRS", rows, k)
-  if rows.shape[2] > FEW_ROWS or rows.shape[3] % LANES:
+  if not large or rows.shape[2] > FEW_ROWS or rows.shape[3] % LANES:
     return product(rows, k)
 
   def sums(rows, k):
@@ -81,7 +84,7 @@ def _products(rows: Array, k: Array, dot) -> Array:
   return jax.lax.platform_dependent(rows, k, cpu=sums, default=product)
 
 
-def _weighted(weights: Array, v: Array, shown: Array, dot) -> Array:
+def _weighted(weights: Array, v: Array, shown: Array, dot, large: bool) -> Array:
   """Σ_s w_s v_s over the slots of a block, of which those that are not shown may hold anything.
 
   A weight of 0 does not hide a NaN: values that are not finite count as 0, and the weight of a slot that has
@@ -105,5 +108,7 @@ def _weighted(weights: Array, v: Array, shown: Array, dot) -> Array:
     plain = dot("BKRS,BKSH->BKRH", weights.astype(v.dtype), v)
     return jax.lax.cond(jnp.isfinite(plain).all(), lambda *_: plain, careful, weights, v)
 
+  if not large:
+    return careful(weights, v)
   # On other devices a branch costs more than the look: a GPU's host decides it.
   return jax.lax.platform_dependent(weights, v, cpu=careful_if_needed, default=careful)
