@@ -27,6 +27,7 @@ setuptools.setup(
     "experiments": ["*.jsonl"],
     "specjax.checkpoints": ["shipped/**/*"],
     "specjax.kernels.tree_attention": ["tiles/*.json"],
+    "specjax.training": ["openings.txt"],
   },
   python_requires=">=3.11",
   install_requires=[

@@ -5,7 +5,8 @@
   python -m experiments.distill_data --conversations=TEXTS.jsonl --base
   python -m experiments.distill_data --overlap_of=FOLDER --evaluation=QUESTIONS.jsonl
 
-Without a file the target writes questions, from the chat template up to the user's turn, and answers them.
+Without a file the target writes questions, from the chat template up to the user's turn and one of many
+``--openings``, and answers them.
 With ``--conversations`` answers are those of the file (ShareGPT's layout, or messages with roles). With
 ``--rewrite_answers`` the target answers the first question of each line (Spec-Bench's layout will do), and
 with ``--base`` it continues each line's text without a chat template. Layouts are listed in
@@ -38,11 +39,12 @@ from absl import flags
 from experiments import flags as shared
 from experiments import measure, results, runtime, summary
 from specjax.checkpoints import package
-from specjax.training import conversations, distill, overlap
+from specjax.training import conversations, distill, openings, overlap
 from specjax.training.conversations import Conversation
 from specjax.training.data import Dataset, digest_of, read_manifest
 from specjax.training.distill import Conversations, Distillation, Recipe
 from specjax.training.features import usual_taps
+from specjax.training.openings import Opening
 from specjax.training.overlap import Evaluation, Filter
 from specjax.training.writer import ShardWriter
 
@@ -63,12 +65,19 @@ FEATURES = flags.DEFINE_bool(
 QUESTION_TOKENS = flags.DEFINE_integer(
   "question_tokens",
   None,
-  "Most tokens of a question; longer ones are dropped. With --base, of the text that is continued, which is "
-  "cut. Default: 96, quick 48.",
+  "Most tokens of a question beside its opening; longer ones are dropped, and documents cut. With --base, of "
+  "the text that is continued, which is cut. Default: 160, quick 48.",
   1,
 )
+OPENINGS = flags.DEFINE_string(
+  "openings",
+  "own",
+  "How the questions that the target writes begin: own, with one of the project's openings (stories, sums, "
+  "documents to sum up, …); none; or a text file, each line words around {text}, which the target writes, or "
+  "around {document}, which may be cut at the end of a sentence.",
+)
 ANSWER_TOKENS = flags.DEFINE_integer(
-  "answer_tokens", None, "Most tokens of an answer. Default: 256, quick 32.", 1
+  "answer_tokens", None, "Most tokens of an answer. Default: 192, quick 32.", 1
 )
 QUESTIONS_TEMPERATURE = flags.DEFINE_float(
   "questions_temperature", 0.9, "At which the target writes questions.", 0.0, 100.0
@@ -155,18 +164,19 @@ def plan_from_flags() -> Plan:
     shared.refuse(["max_length"], f"distill_data for {kind}", "--question_tokens and --answer_tokens")
   if kind != "self":
     shared.refuse(
-      ["questions_temperature"], "distill_data --conversations", "the file, which has the questions"
+      ["questions_temperature", "openings"], "distill_data --conversations", "the file, which has the questions"
     )
   quick = QUICK.value
   batch = shared.BATCH_SIZE.value if _given("batch_size") else 16 if quick else 64
   recipe = Recipe(
-    question_tokens=QUESTION_TOKENS.value or (48 if quick else 96),
-    answer_tokens=ANSWER_TOKENS.value or (32 if quick else 256),
+    question_tokens=QUESTION_TOKENS.value or (48 if quick else 160),
+    answer_tokens=ANSWER_TOKENS.value or (32 if quick else 192),
     question_temperature=QUESTIONS_TEMPERATURE.value,
     answer_temperatures=_temperatures(),
     seed=shared.SEED.value,
     batch_size=batch,
     shard_samples=SHARD_SAMPLES.value or (16 if quick else 1024),
+    openings=_openings() if kind == "self" else (Opening(),),
   )
   return Plan(kind, recipe, TOKENS.value or (500 if quick else 1_000_000))
 
@@ -184,6 +194,15 @@ def _temperatures() -> tuple[float, ...]:
   if not found or not all(0 <= value <= 100 for value in found):
     raise ValueError(f"--answer_temperatures = {','.join(texts)!r}; numbers in [0, 100] are needed")
   return found
+
+
+def _openings() -> tuple[Opening, ...]:
+  if OPENINGS.value == "none":
+    return (Opening(),)
+  try:
+    return openings.read(openings.OWN if OPENINGS.value == "own" else OPENINGS.value)
+  except ValueError as error:
+    raise ValueError(f"--openings = {OPENINGS.value!r}: {error}; own, none or a file is needed") from error
 
 
 def _messages_of_users(path: str) -> list[str]:

@@ -24,17 +24,19 @@ from specjax.checkpoints import LoadedModel
 from specjax.checkpoints.fill import path_of
 from specjax.decode import Finish
 from specjax.models import Decoder
-from specjax.training import overlap
+from specjax.training import openings, overlap
 from specjax.training.conversations import Conversation, to_sample
 from specjax.training.data import Sample
 from specjax.training.features import features_of
+from specjax.training.openings import Opening
 from specjax.training.overlap import Evaluation, Filter
-from specjax.training.questions import question_of, user_turn
+from specjax.training.questions import begin, question_of, user_turn
 from specjax.training.slots import Job, Slots, Written
 from specjax.training.writer import ShardWriter
 
 # What a sample's noise is for: part of its seed.
-_QUESTION, _ANSWER = 0, 1
+_QUESTION, _ANSWER, _OPENING = 0, 1, 2
+_SEAMS = 4
 
 Progress = Callable[[str, int], None]
 Kept = tuple[int, Sample, tuple[int, int], np.ndarray | None]
@@ -45,7 +47,7 @@ class Recipe:
   """How a data set is made. What is written depends on all of it.
 
   Attributes:
-    question_tokens: most tokens of a question, or of a beginning that is continued.
+    question_tokens: most tokens of a question beside its opening, or of a beginning that is continued.
     answer_tokens: most new tokens of an answer.
     question_temperature: at which questions are sampled.
     answer_temperatures: sample i is answered at number ``i % len`` of them; 0 is greedy.
@@ -53,6 +55,7 @@ class Recipe:
     batch_size: rows that are written together.
     shard_samples: sample numbers of a shard, those that are dropped included.
     taps: layers whose input is stored as features; none: no features.
+    openings: of the questions that the target writes; a question has one of them.
   """
 
   question_tokens: int = 96
@@ -63,13 +66,15 @@ class Recipe:
   batch_size: int = 64
   shard_samples: int = 1024
   taps: tuple[int, ...] = ()
+  openings: tuple[Opening, ...] = (Opening(),)
 
   def __post_init__(self):
     for name in ("question_tokens", "answer_tokens", "batch_size", "shard_samples"):
       if getattr(self, name) < 1:
         raise ValueError(f"{name} = {getattr(self, name)}; it must be at least 1")
-    if not self.answer_temperatures:
-      raise ValueError("answer_temperatures is empty; at least one is needed")
+    for name in ("answer_temperatures", "openings"):
+      if not getattr(self, name):
+        raise ValueError(f"{name} is empty; at least one is needed")
     for name, values in (
       ("question_temperature", [self.question_temperature]),
       ("answer_temperatures", self.answer_temperatures),
@@ -120,6 +125,7 @@ def provenance(
   template = loaded.tokenizer.chat_template
   settings = dataclasses.asdict(recipe)
   taps, seed = settings.pop("taps"), settings.pop("seed")
+  del settings["openings"]
   return {
     "kind": kind,
     "model": {
@@ -129,6 +135,7 @@ def provenance(
     },
     "settings": settings,
     "seed": seed,
+    "openings_sha256": openings.digest(recipe.openings) if kind == "self" else None,
     "file_sha256": file_sha256,
     "length_limit": length_limit,
     "evaluation": None if evaluation is None else {"sha256": evaluation.digest, "n": list(evaluation.sizes)},
@@ -169,6 +176,8 @@ class Distillation:
     self._progress = progress
     self._turn = user_turn(loaded.tokenizer) if chat else None
     self._prompt_limit = recipe.question_tokens + (self._turn.overhead if chat else 0)
+    if texts is None:
+      self._prompt_limit += self._longest_frame()
     self.slots = Slots(
       loaded.model,
       batch_size=recipe.batch_size,
@@ -215,18 +224,33 @@ class Distillation:
         else:
           yield number, self._texts[number]
       return
-    recipe, turn = self._recipe, self._turn
+    recipe, turn, tokenizer = self._recipe, self._turn, self._tokenizer
+    chosen = {
+      number: openings.choose(recipe.openings, seed_of(recipe.seed, number, _OPENING)) for number in numbers
+    }
     jobs = [
-      Job(number, turn.before, recipe.question_temperature, seed_of(recipe.seed, number, _QUESTION))
-      for number in numbers
+      Job(
+        number,
+        begin(tokenizer, turn, opening),
+        recipe.question_temperature,
+        seed_of(recipe.seed, number, _QUESTION),
+      )
+      for number, opening in chosen.items()
     ]
     rows = self._write("questions", jobs, recipe.question_tokens, turn.stop_ids, features=False)
     for row in sorted(rows, key=lambda row: row.number):
-      text, fault = question_of(self._tokenizer, turn, row)
+      text, fault = question_of(tokenizer, turn, chosen[row.number], row)
       if text is None:
         keep.dropped[fault] += 1
       else:
         yield row.number, text
+
+  def _longest_frame(self) -> int:
+    """Tokens of a question beside those that the target writes, at most."""
+    frames = {o.before + o.after for opening in self._recipe.openings for o in opening.every()}
+    longest = max(len(self._tokenizer.encode(frame, add_bos=False)) for frame in frames)
+    # Where words meet they may be cut into tokens in another way.
+    return longest + _SEAMS if longest else 0
 
   def _answers(self, prompts: dict[int, tuple[int, ...]]) -> Iterable[Written]:
     recipe = self._recipe

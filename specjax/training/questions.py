@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from specjax.checkpoints import Tokenizer
 from specjax.decode import MAX_STOP_IDS, Finish
+from specjax.training.openings import Opening, whole_sentences
 from specjax.training.slots import Written
 
 # Stands for the user's words while the template is taken apart.
@@ -19,12 +20,14 @@ class UserTurn(NamedTuple):
 
   Attributes:
     before: ids up to them.
+    text: what these ids stand for, and maybe a space.
     stop_ids: ids that end them, the tokenizer's ends among them.
     closing: text that ends them, in a template that has no token for it; else empty.
     overhead: ids of a prompt beside theirs, or a few more.
   """
 
   before: tuple[int, ...]
+  text: str
   stop_ids: tuple[int, ...]
   closing: str
   overhead: int
@@ -51,11 +54,20 @@ def user_turn(tokenizer: Tokenizer) -> UserTurn:
   ids = tokenizer.encode(before.rstrip(" "), add_bos=False)
   if not ids:
     raise ValueError("chat template: nothing stands before the user's words, so nothing can be continued")
-  return UserTurn(tuple(ids), stops, closing.strip(), len(tokenizer.encode_chat(messages)))
+  return UserTurn(tuple(ids), before, stops, closing.strip(), len(tokenizer.encode_chat(messages)))
 
 
-def question_of(tokenizer: Tokenizer, turn: UserTurn, written: Written) -> tuple[str | None, str]:
-  """The text of a question that the target wrote, or None and what is wrong with it."""
+def begin(tokenizer: Tokenizer, turn: UserTurn, opening: Opening) -> tuple[int, ...]:
+  """Ids up to where the target writes."""
+  if not opening.before:
+    return turn.before
+  return tuple(tokenizer.encode(turn.text + opening.before, add_bos=False))
+
+
+def question_of(
+  tokenizer: Tokenizer, turn: UserTurn, opening: Opening, written: Written
+) -> tuple[str | None, str]:
+  """The text of a question that the target wrote, its opening included, or None and what is wrong with it."""
   ids = written.new.tolist()
   ended = written.finish is Finish.STOP
   if written.finish is Finish.ERROR:
@@ -63,12 +75,15 @@ def question_of(tokenizer: Tokenizer, turn: UserTurn, written: Written) -> tuple
   ids = ids[:-1] if ended else ids
   if any(tokenizer.is_special(i) for i in ids):
     return None, "special_token_in_question"
-  text, found, _ = tokenizer.decode(ids).partition(turn.closing or "\0")
+  # Decoded by itself, the first word may lose the space before it.
+  before = tokenizer.encode(opening.before, add_bos=False) if opening.before else []
+  text, found, _ = tokenizer.decode([*before, *ids]).partition(turn.closing or "\0")
+  words = text.removeprefix(opening.before)
   if not ended and not found:
-    return None, "question_too_long"
-  text = text.strip()
-  if len(ids) < _LEAST or not text:
+    words = whole_sentences(words) if opening.cut else ""
+    if not words:
+      return None, "question_too_long"
+  if len(ids) < _LEAST or not words.strip():
     return None, "question_too_short"
-  if "\ufffd" in text:
-    return None, "question_not_text"
-  return text, ""
+  text = opening.around(words)
+  return (None, "question_not_text") if "\ufffd" in text else (text, "")
