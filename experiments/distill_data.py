@@ -163,9 +163,8 @@ def plan_from_flags() -> Plan:
   else:
     shared.refuse(["max_length"], f"distill_data for {kind}", "--question_tokens and --answer_tokens")
   if kind != "self":
-    shared.refuse(
-      ["questions_temperature", "openings"], "distill_data --conversations", "the file, which has the questions"
-    )
+    instead = "the file, which has the questions"
+    shared.refuse(["questions_temperature", "openings"], "distill_data --conversations", instead)
   quick = QUICK.value
   batch = shared.BATCH_SIZE.value if _given("batch_size") else 16 if quick else 64
   recipe = Recipe(
