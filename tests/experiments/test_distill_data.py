@@ -132,6 +132,7 @@ BAD = {
   "features": ("maybe",),
   "question_tokens": ("0", "few", "100000|need "),
   "answer_tokens": ("0", "few", "100000|need "),
+  "openings": ("no/such/file.txt|own, none or a file is needed", "/|/"),
   "questions_temperature": ("-1", "101", "nan", "hot"),
   "answer_temperatures": ("", "0,hot", "-1", "nan", "0,1000"),
   "conversations": ("no/such/file.jsonl|no/such/file.jsonl", "/|/"),
@@ -167,6 +168,7 @@ def test_every_flag_is_here():
     (["--conversations=FILE", "--rewrite_answers", "--base"], "--rewrite_answers and --base"),
     (["--conversations=FILE", "--answer_tokens=7"], "--answer_tokens is not used by distill_data --conv"),
     (["--conversations=FILE", "--batch_size=7"], "--batch_size is not used by distill_data --conv"),
+    (["--conversations=FILE", "--openings=none"], "--openings is not used by distill_data --conv"),
     (["--conversations=FILE", "--base", "--questions_temperature=1"], "--questions_temperature is not used"),
   ],
 )

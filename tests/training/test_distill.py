@@ -24,6 +24,7 @@ from specjax.training.distill import (
   seed_of,
   write_shards,
 )
+from specjax.training.openings import Opening, choose
 from specjax.training.overlap import Evaluation, Filter
 from specjax.training.questions import question_of, user_turn
 from specjax.training.slots import Job, Slots, Written
@@ -201,7 +202,7 @@ def test_which_questions_are_texts(new, finish, text_or_fault):
   ids = [i for part in new for i in ([part] if isinstance(part, int) else tokenizer.encode(part))]
   tokens = np.array([1, 2, *ids], np.int32)
   row = Written(0, tokens, 2, finish, None)
-  found, fault = question_of(tokenizer, user_turn(tokenizer), row)
+  found, fault = question_of(tokenizer, user_turn(tokenizer), Opening(), row)
   assert (found or fault) == text_or_fault and bool(found) != bool(fault)
 
 
@@ -283,6 +284,26 @@ def test_what_a_sample_is(whole):
   assert report["answers_cut"] == sum(answer[-1] != END for answer in answers) > 0
   written_numbers = len(data.manifest["shards"]) * RECIPE.shard_samples
   assert counts["samples"] + sum(report["dropped"].values()) == written_numbers
+
+
+def test_questions_begin_with_openings(tmp_path):
+  """Each of them somewhere, once; words behind them too, and what is too long ends with a sentence.
+
+  Fails when rows get another row's opening, or the room for the openings' tokens is forgotten.
+  """
+  frames = (Opening("so ", " then", True), Opening("on the moon ", " and the sun", True), Opening("why"))
+  recipe = Recipe(**{**RECIPE.__dict__, "openings": frames, "question_tokens": 30})
+  make(tmp_path, recipe=recipe)
+  data, tokenizer = Dataset.open(str(tmp_path)), loaded().tokenizer
+  found = set()
+  for i in range(len(data)):
+    sample = data[i]
+    asked = tokenizer.decode(sample.tokens[~sample.mask]).removeprefix("user\n")
+    asked = asked.removesuffix("\nassistant\n")
+    chosen = choose(frames, seed_of(5, data.number(i), 2))
+    assert asked.startswith(chosen.before.strip()) and asked.endswith(chosen.after)
+    found.add(chosen)
+  assert len(found) > 1
 
 
 def test_features_of_a_sample_are_the_targets(whole):
@@ -386,6 +407,7 @@ def test_provenance_tells_data_sets_apart():
     of(Recipe(**{**RECIPE.__dict__, "seed": 6})),
     of(Recipe(**{**RECIPE.__dict__, "taps": ()})),
     of(Recipe(**{**RECIPE.__dict__, "batch_size": 5})),
+    of(Recipe(**{**RECIPE.__dict__, "openings": (Opening("why"),)})),
     of(target=other),
     of(target=LoadedModel(loaded().model, letters_tokenizer("a{{ messages[0].content }}b"), "tiny")),
     of(file_sha256="f"),
@@ -419,6 +441,7 @@ def test_seeds():
     ("question_temperature", -1.0),
     ("question_temperature", float("nan")),
     ("answer_temperatures", ()),
+    ("openings", ()),
     ("answer_temperatures", (0.0, 1e3)),
     ("seed", -1),
   ],
