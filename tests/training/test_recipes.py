@@ -276,6 +276,23 @@ def test_a_saved_head_is_gone_on_with():
   np.testing.assert_allclose(saved.fuse(taps), module.fuse(taps / module.sizes[...]), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["eagle3[tap_layers=(0,1,2),{}]", "medusa[heads=2,{}]", "distilled[{}]"])
+@pytest.mark.parametrize("output", ["target", "own"])
+def test_the_draft_vocabulary_of_a_head_that_is_gone_on_with(name, output):
+  """That of the new text, unless rows were trained, which keep their tokens. No weight is lost."""
+  recipe = make_recipe(name.format(f"output={output},draft_vocab=20"))
+  counts = np.arange(target().config.vocab_size)
+  make = lambda counts, seed: recipe.init(target(), TextStats(counts), nnx.Rngs(seed))
+  fresh, before = make(counts, 0), make(counts[::-1], 1)
+  for part in jax.tree.leaves(nnx.state(before, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable)):
+    part[...] = part[...] + 0.5
+  new, old = np.asarray(fresh.ids), np.asarray(before.ids)
+  params = jax.tree.map(np.asarray, nnx.state(before, nnx.Param))
+  module = recipe.go_on(fresh, before)
+  assert set(new) != set(old) and module.ids.tolist() == (new if output == "target" else old).tolist()
+  jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, nnx.state(module, nnx.Param)), params)
+
+
 def test_the_texts_tokens_as_labels():
   """``loss=tokens``: cross-entropy on the text; tokens that the draft vocabulary lacks do not count."""
   base, module = head("medusa")

@@ -55,6 +55,8 @@ class Recipe(abc.ABC):
       ``tokens``: cross-entropy on the text (tokens that the draft vocabulary lacks do not count).
     decay: depth d weighs ``decay ** d`` in the loss.
     judged: depths that evaluation looks at; None: as many as the head has.
+    output: ``target``: the target's own rows of the draft vocabulary, which are not trained; others are the
+      recipe's own.
   """
 
   draft_vocab: int | None = None
@@ -62,6 +64,7 @@ class Recipe(abc.ABC):
   loss: str = "cross_entropy"
   decay: float = 0.8
   judged: int | None = None
+  output: str = "target"
 
   name: ClassVar[str]
   # Of the head it makes, as `checkpoints.DraftHead` has it.
@@ -100,9 +103,14 @@ class Recipe(abc.ABC):
     """
 
   def go_on(self, fresh: nnx.Module, trained: nnx.Module) -> nnx.Module:
-    """A head that was saved, as `init` would have made it; ``fresh`` is what `init` made."""
-    del fresh
-    return trained
+    """A head that was saved, as `init` would have made it; ``fresh`` is what `init` made.
+
+    Without trained rows a token its draft vocabulary is the fresh one, of the text that it will see.
+    """
+    if self.output != "target":
+      return trained
+    nnx.update(fresh, nnx.state(trained, nnx.Param))
+    return fresh
 
   @abc.abstractmethod
   def chain_logits(self, module: Any, frozen: Decoder, batch: Batch, depth: int) -> list[Array]:

@@ -104,9 +104,11 @@ class EagleThree(Recipe):
     return module
 
   def go_on(self, fresh, trained):
-    trained.sizes = FeatureSizes(fresh.sizes[...])
-    trained.fc.weight[...] = trained.fc.weight[...] * trained.sizes[...].reshape(-1)
-    return trained
+    sizes = fresh.sizes[...]
+    module = super().go_on(fresh, trained)
+    module.sizes = FeatureSizes(sizes)
+    module.fc.weight[...] = module.fc.weight[...] * sizes.reshape(-1)
+    return module
 
   def chain_logits(self, module, frozen, batch, depth):
     width = batch.counted.shape[1]
