@@ -1,13 +1,14 @@
 """Measures what rounds cost on this device for a target and its drafters, and writes the calibration file.
 
-  python -m experiments.calibrate [--quick] [--drafters="prompt_lookup,two_model[layers=4,window=4]"]
+  python -m experiments.calibrate [--quick] [--drafters="prompt_lookup,self_speculation[layers=4]"]
     [--output=runs/calibration]
 
 Cost models, and the choice of a round's width, read the file (`specjax.analysis.CostTable`). Measured are
 
 - whole rounds (verify, rule, commit, in the compiled loop) by nodes, batch and live length, with a draft that
   costs nothing; chains stand for trees, whose rounds of as many nodes were measured equal within 5 %;
-- each drafter's draft alone, by batch and live length, and what it pays a token that it has not seen yet;
+- each drafter's draft alone, by batch and live length, and what it pays a token that it has not seen yet; if
+  it runs layers of the target which verification then leaves out, less what verification saves;
 - of the rounds: rule and commit, by nodes;
 - prefill chunks by width, and the host's share of a call, which is taken off the rounds;
 - each drafter's acceptance on --questions (the shipped prompts), at --temperature.
@@ -241,6 +242,7 @@ class Calibration:
   def draft_case(self, case: Case, unseen: int = 0) -> timing.Case:
     """Drafts alone; the drafter's cache lacks the last ``unseen`` tokens before each of them."""
     method, box = self.methods[case.of], self.box(case.of, case.batch)
+    first = loops.start_layer(method, box[0])
 
     def run() -> float:
       state = loops.rewind(box[0], case.live)
@@ -252,9 +254,23 @@ class Calibration:
       box[0] = jax.block_until_ready(state)
       start = time.perf_counter()
       box[0] = jax.block_until_ready(loops.draft(box[0], method.weights, method.config, self.plan.turns))
-      return time.perf_counter() - start
+      seconds = time.perf_counter() - start
+      if first:
+        seconds += self.verify_seconds(method, box, first) - self.verify_seconds(method, box, 0)
+      return max(seconds, 0.0)
 
     return run
+
+  def verify_seconds(self, method: runtime.Method, box: list[decode.DecodeState], first: int) -> float:
+    """Of the target's layers from ``first`` on over the method's chain, in a loop as long as the draft's."""
+    tree, implementation = method.config.drafter.tree, method.config.implementation
+    carry = jax.block_until_ready(loops.verify_carry(box[0], tree.num_nodes))
+    start = time.perf_counter()
+    carry = loops.verify(carry, method.weights, tree, implementation, first, self.plan.turns)
+    cache, _ = jax.block_until_ready(carry)
+    seconds = time.perf_counter() - start
+    box[0] = box[0].replace(cache=cache)
+    return seconds
 
   def catch_up(self, case: Case) -> dict[str, Any]:
     """Milliseconds a committed token that the drafter has not seen, 0 for one without a cache."""

@@ -78,7 +78,7 @@ def measure_nodes(bench: Bench, widths: Sequence[int]) -> None:
     cases[f"matrix products {nodes}"] = bench.loop_case(loops.matmuls, inputs, plain.weights)
     verify = loops.verify_carry(bench.state(plain), nodes)
     chain, implementation = TokenTree.chain(nodes - 1), plain.config.implementation
-    cases[f"verify {nodes}"] = bench.loop_case(loops.verify, verify, plain.weights, chain, implementation)
+    cases[f"verify {nodes}"] = bench.loop_case(loops.verify, verify, plain.weights, chain, implementation, 0)
   bench.measure("nodes", cases)
 
 
@@ -97,6 +97,7 @@ def measure_phases(bench: Bench) -> None:
         method.weights,
         proposal.tree,
         method.config.implementation,
+        proposal.start_layer,
       ),
       "accept and commit": bench.loop_case(
         loops.accept, state, method.weights, proposal, verification, method.config

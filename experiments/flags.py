@@ -35,16 +35,18 @@ DRAFTER_PATH = flags.DEFINE_list(
   [],
   "Folders of trained heads, one of a kind, with commas between, instead of those that are shipped for "
   "--model: EAGLE-3 (--drafter=eagle3), Medusa "
-  "(--drafter=medusa), or a draft decoder made for the target (--drafter=two_model, instead of "
-  "--draft_model). EAGLE-3 and Medusa files of other projects are read as they are.",
+  "(--drafter=medusa), an early exit (--drafter=early_exit), or a draft decoder made for the target "
+  "(--drafter=two_model, instead of --draft_model). EAGLE-3 and Medusa files of other projects are read as "
+  "they are.",
 )
 DRAFTER = flags.DEFINE_string(
   "drafter",
   AUTO,
   f"{AUTO}, or one of {', '.join(DRAFTERS)}, or package.module:factory; options in brackets: "
   "prompt_lookup[matches=8,nodes=9], two_model[branching=(3,2)], eagle3[nodes=8,beam=3] (a tree that follows "
-  "the draft's probabilities), medusa[tree=((0,),(1,),(0,0))]; two_model[layers=4] drafts with the "
-  "target's own first layers and needs no --draft_model. A controller chooses each round's width "
+  "the draft's probabilities), medusa[tree=((0,),(1,),(0,0))], self_speculation[layers=4] (the "
+  "target's first layers) or self_speculation[skips=FILE] (the target without sublayers, see "
+  "experiments.search_skips). A controller chooses each round's width "
   f"({', '.join(CONTROLS)}): adaptive[of=prompt_lookup], or with widths of your own "
   f"adaptive[of=prompt_lookup[window=2]|prompt_lookup[window=7]]. {AUTO}: what is fastest by the calibration "
   f"of experiments.calibrate, or as recorded with the heads that are shipped for --model; else {CHOICE}.",
@@ -52,7 +54,7 @@ DRAFTER = flags.DEFINE_string(
 WINDOW = flags.DEFINE_integer(
   "window",
   None,
-  "Drafts a round. Default: 7 for prompt_lookup, 4 for two_model, 3 for eagle3 and medusa.",
+  "Drafts a round. Default: 7 for prompt_lookup, 3 for eagle3 and medusa, 4 for the others.",
 )
 RULE = flags.DEFINE_string(
   "rule",
@@ -66,8 +68,8 @@ DRAFT_POLICY = flags.DEFINE_enum(
   "draft_policy",
   "auto",
   ["auto", "sample", "sample_without_replacement", "top_k"],
-  "How two_model and eagle3 pick their drafts. auto: top_k at temperature 0 and for dynamic trees, otherwise "
-  "sample.",
+  "How two_model, eagle3, self_speculation and early_exit pick their drafts. auto: top_k at temperature "
+  "0 and for dynamic trees, otherwise sample.",
 )
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0 is greedy.", 0.0, 1e4)
 TOP_K = flags.DEFINE_integer("top_k", 0, "Keep the k most likely tokens; 0 is off.", 0, 2**31 - 1)
@@ -227,9 +229,7 @@ def _consistent(values: dict) -> bool:
   drafter = method.drafter
   has_head = bool(values["drafter_path"]) or method.head in shipped_heads(values["model"])
   if method.needs_draft_model and not values["draft_model"] and not has_head:
-    raise flags.ValidationError(
-      "--drafter=two_model needs --draft_model, --drafter_path, or two_model[layers=…]"
-    )
+    raise flags.ValidationError("--drafter=two_model needs --draft_model or --drafter_path")
   if method.needs_head and not has_head:
     raise flags.ValidationError(f"--drafter={values['drafter']} needs --drafter_path")
   if values["min_new_tokens"] > values["max_new_tokens"]:

@@ -115,7 +115,7 @@ class Plan:
       yield tuple(response for response in self.responses if not number or repeats[response] > number)
 
   def drafter(self, layers: int) -> str:
-    return f"two_model[layers={layers},window={self.window}]" if layers != FREE else "free"
+    return f"self_speculation[layers={layers},window={self.window}]" if layers != FREE else "free"
 
 
 def plan_from_flags() -> Plan:

@@ -14,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments.methods import MethodText
 from specjax.base import Trees
-from specjax.checkpoints import DraftHead, LoadedModel, load_head
-from specjax.drafters import EagleWeights, MedusaWeights
-from specjax.models import Decoder, DraftDecoder, TokenMap, output_rows
+from specjax.checkpoints import DraftHead, LoadedModel, load_head, load_skips
+from specjax.drafters import EagleWeights, EarlyExitWeights, MedusaWeights
+from specjax.models import Decoder, DraftDecoder, TokenMap, output_rows, skipping, truncated
 from specjax.models.sharding import shard_model
 
 # What a step of a drafter without weights is taken to cost, in plain rounds, where it was not measured.
@@ -42,7 +42,7 @@ def check_sources(
   """
   needy = [method for method in methods if method.head not in shipped]
   if any(method.needs_draft_model for method in needy) and not model and not paths:
-    raise ValueError("drafter two_model needs --draft_model, --drafter_path, or two_model[layers=…]")
+    raise ValueError("drafter two_model needs --draft_model or --drafter_path")
   if model and not any(method.uses_draft_model for method in methods):
     raise ValueError(f"--draft_model is not used by {', '.join(drafters)}; pass --drafter=two_model")
   for method in needy:
@@ -99,7 +99,7 @@ def _on_mesh(head: DraftHead, mesh: Mesh) -> DraftHead:
   if isinstance(head.module, DraftDecoder):
     return dataclasses.replace(head, module=shard_model(head.module, mesh))
   module = jax.device_put(head.module, NamedSharding(mesh, PartitionSpec()))
-  if head.kind == "eagle3":
+  if head.kind in ("eagle3", "early_exit"):
     module.mesh = mesh  # its attention is cut over rows and heads
   return dataclasses.replace(head, module=module)
 
@@ -111,7 +111,32 @@ def weights(head: DraftHead, target: Decoder) -> Any:
   if head.kind == "medusa":
     rows = output_rows(target, head.module.ids) if head.config.output == "target" else None
     return MedusaWeights(head.module, target.norm, rows)
+  if head.kind == "early_exit":
+    return EarlyExitWeights(head.module, truncated(target, head.config.exit_layer))
   return head.module
+
+
+def own_layers(target: LoadedModel, own: Mapping[str, Any]) -> tuple[Decoder, int]:
+  """The target without some of its layers, see `MethodText.own`, and how many of the first are whole.
+
+  Raises:
+    ValueError: more layers than the target has, or a file that cannot be read or does not fit it.
+  """
+  config = target.config
+  if "skips" in own:
+    skips = load_skips(own["skips"], config)
+    return skipping(target.model, skips), skips.prefix
+  layers = own["layers"]
+  if layers >= config.num_layers:
+    raise ValueError(f"self_speculation: layers = {layers}; it must be in [1, {config.num_layers - 1}]")
+  return truncated(target.model, layers), layers
+
+
+def skips_digest(own: Mapping[str, Any], target: LoadedModel) -> str | None:
+  """Of the sublayers that a file names; None where none does."""
+  if "skips" not in own:
+    return None
+  return hashlib.sha256(repr(load_skips(own["skips"], target.config)).encode()).hexdigest()[:16]
 
 
 def digest(head: DraftHead) -> str:
@@ -129,6 +154,8 @@ def draft_step(draft: Any, target: Decoder, trees: Trees) -> float:
   if draft is None:
     return _FREE_DRAFT
   size = lambda model: sum(leaf.nbytes for leaf in jax.tree.leaves(model))
+  if isinstance(draft, EarlyExitWeights):
+    return (size(draft.adapter) + size(draft.layers.layers)) / size(target)
   if isinstance(draft, EagleWeights):
     return size(draft.head) / size(target)  # of the embeddings a few rows are read
   # Medusa's heads all speak at once, whatever the depth.

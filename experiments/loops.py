@@ -123,21 +123,36 @@ def verify_carry(state: DecodeState, nodes: int) -> tuple[Any, Array]:
   return state.cache, jnp.broadcast_to(state.tokens[:, :1], (state.tokens.shape[0], nodes)) + 0
 
 
-@functools.partial(jax.jit, static_argnames="implementation", donate_argnums=0)
+def start_layer(method: Method, state: DecodeState) -> int:
+  """The layer at which the method's proposals are verified from: those before it drafted."""
+  propose = lambda weights, state: decode.draft_step(weights, state, method.config)[0]
+  return jax.eval_shape(propose, method.weights, state).start_layer
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "first"), donate_argnums=0)
 def verify(
   carry: tuple[Any, Array],
   target: Weights,
   tree: TokenTree | DynamicTree,
   implementation: str,
+  first: int,
   rounds: Array | int,
 ) -> tuple[Any, Array]:
-  """The target's forward over a tree with logits; the scratch rows are written over each turn."""
+  """The target's layers from ``first`` on over a tree, with logits; each turn writes scratch rows anew."""
   ancestors = None if tree.is_chain else tree.ancestors
 
   def turn(_, loop):
     cache, tokens = loop
+    # Stands for what the layers before would give.
+    hidden = jnp.take(target.target.embed[...], tokens, axis=0, mode="clip") if first else None
     output = target.target(
-      tokens, cache, depths=tree.depths, ancestors=ancestors, implementation=implementation
+      tokens,
+      cache,
+      depths=tree.depths,
+      ancestors=ancestors,
+      implementation=implementation,
+      layer_range=(first, None),
+      hidden=hidden,
     )
     return output.cache, tokens + _never(output.logits)
 

@@ -3,7 +3,8 @@
 A drafter alone runs at one width. With a controller it runs at several, chosen round by round: the
 controller's options stand in its brackets, and ``of`` names the drafter, at its usual widths, or lists
 widths with bars between them: ``adaptive[of=two_model[window=2]|two_model[window=6],allowance=1]``.
-``two_model[layers=4]`` drafts with the target's own first layers and needs no model of its own.
+``self_speculation[layers=4]`` drafts with the target's own first layers, ``self_speculation[skips=FILE]``
+without the sublayers that a file names; neither needs weights of its own.
 """
 
 from __future__ import annotations
@@ -29,9 +30,13 @@ WIDTHS = {
   "two_model": ("two_model[window=3]", "two_model[window=7]", "two_model[branching=(2,),window=3]"),
   "eagle3": ("eagle3[window=3]", "eagle3[window=7]", "eagle3[nodes=8,beam=3,window=4]"),
   "medusa": ("medusa[window=3]", "medusa[tree=((0,),(1,),(2,),(0,0),(0,1),(1,0),(0,0,0))]"),
+  "self_speculation": ("self_speculation[window=3]", "self_speculation[window=7]"),
+  "early_exit": ("early_exit[window=3]", "early_exit[window=7]"),
 }
 # The kind of trained head that a drafter runs with, see `checkpoints.load_head`.
-HEADS = {"eagle3": "eagle3", "medusa": "medusa", "two_model": "draft"}
+HEADS = {"eagle3": "eagle3", "medusa": "medusa", "two_model": "draft", "early_exit": "early_exit"}
+# Options of `self_speculation`: which of the target's layers draft. One of them is given.
+_OWN = ("layers", "skips")
 # Options that say what shape a draft has.
 _SHAPE = frozenset({"window", "branching", "matches", "nodes", "beam", "tree"})
 
@@ -44,13 +49,13 @@ class MethodText:
     control: name of the controller, None without.
     options: of the controller.
     widths: drafters of all widths, each as a method of its own: what a calibration calls them.
-    layers: of the target that draft, None without.
+    own: which of the target's layers draft: ``{"layers": n}``, or ``{"skips": path}``; else empty.
   """
 
   control: str | None
   options: dict[str, Any]
   widths: tuple[str, ...]
-  layers: int | None
+  own: dict[str, Any]
 
   @property
   def drafter(self) -> str:
@@ -80,12 +85,12 @@ class MethodText:
   @property
   def needs_draft_model(self) -> bool:
     """Whether it drafts with another model: that of --draft_model, or a head made for the target."""
-    return self.drafter == "two_model" and self.layers is None
+    return self.drafter == "two_model"
 
   @property
   def head(self) -> str | None:
     """The kind of trained head that it takes, None if none."""
-    return HEADS.get(self.drafter) if self.layers is None else None
+    return HEADS.get(self.drafter)
 
   @property
   def needs_head(self) -> bool:
@@ -115,11 +120,11 @@ def parse_method(text: str) -> MethodText:
     drafters = _usual_widths(drafters[0], chains_only=name == "plus2_minus1")
   if name == "plus2_minus1" and any(map(_is_tree, drafters)):
     raise ValueError(f"drafter = {text!r}; {name} takes chains, one of its widths is a tree")
-  layers = {_own_layers(drafter)[1] for drafter in drafters}
-  if len(layers) > 1:
+  parts = [_own_layers(drafter)[1] for drafter in drafters]
+  if any(part != parts[0] for part in parts):
     raise ValueError(f"drafter = {text!r}; all widths must draft with the same layers")
   make_control(text, name, own)
-  return MethodText(name, own, drafters, *layers)
+  return MethodText(name, own, drafters, parts[0])
 
 
 def make_control(text: str, name: str, own: dict[str, Any]):
@@ -142,12 +147,19 @@ def _is_tree(drafter: str) -> bool:
   return own.get("matches", 1) != 1 or any(own.get(name) for name in ("branching", "nodes", "tree"))
 
 
-def _own_layers(text: str) -> tuple[str, int | None]:
-  """``two_model[layers=4,window=3]`` → ``two_model[window=3]`` and 4; of others themselves and None."""
+def _own_layers(text: str) -> tuple[str, dict[str, Any]]:
+  """``self_speculation[layers=4,window=3]`` → ``self_speculation[window=3]`` and ``{"layers": 4}``.
+
+  Of other drafters themselves and nothing.
+  """
   name, given = parse_drafter(text)
-  if name != "two_model" or "layers" not in given:
-    return text, None
-  layers = given.pop("layers")
-  if type(layers) is not int or layers < 1:
-    raise ValueError(f"drafter = {text!r}: layers = {layers!r}; it must be a number of layers, at least 1")
-  return options.write(name, given), layers
+  if name != "self_speculation":
+    return text, {}
+  own = {option: given.pop(option) for option in _OWN if option in given}
+  if len(own) != 1:
+    raise ValueError(f"drafter = {text!r}; it needs layers=N or skips=FILE, one of them")
+  if type(own.get("layers", 1)) is not int or own.get("layers", 1) < 1:
+    raise ValueError(f"drafter = {text!r}: layers = {own['layers']!r}; it must be an integer of at least 1")
+  if not isinstance(own.get("skips", ""), str):
+    raise ValueError(f"drafter = {text!r}: skips = {own['skips']!r}; it must be a file")
+  return options.write(name, given), own

@@ -42,8 +42,8 @@ from specjax import decode, options, sampling, text
 from specjax.base import Drafter, Proposal, Rule
 from specjax.decode import DecodeConfig, DecodeState
 from specjax.drafters import make_drafter, parse_drafter
+from specjax.models import truncated
 from specjax.models.config import DecoderConfig
-from specjax.models.decoder import truncated
 from specjax.sampling import Settings
 from specjax.tree import MAX_NODES
 from specjax.verify import RULES, DrawAndFollow, describe, make_rule

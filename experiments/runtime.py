@@ -27,12 +27,20 @@ from specjax.decode import DecodeConfig, Weights
 from specjax.drafters import make_drafter, parse_drafter
 from specjax.kernels.tree_attention import Choice, choose
 from specjax.models import DecoderConfig
-from specjax.models.decoder import truncated
 from specjax.models.sharding import make_mesh, shard_model
 from specjax.sampling import MIN_TEMPERATURE, Settings
 from specjax.verify import make_rule
 
-DEFAULT_WINDOWS = {"prompt_lookup": 7, "two_model": 4, "eagle3": 3, "medusa": 3}
+DEFAULT_WINDOWS = {
+  "prompt_lookup": 7,
+  "two_model": 4,
+  "eagle3": 3,
+  "medusa": 3,
+  "self_speculation": 4,
+  "early_exit": 4,
+}
+# Drafters whose drafts are drawn from a distribution, or the most likely.
+_GROWING = frozenset({"two_model", "eagle3", "self_speculation", "early_exit"})
 # Drafters that often propose nothing; such a round then runs the target over the roots alone.
 _OFTEN_SILENT = frozenset({"prompt_lookup"})
 # Limits are rounded up to this, so that prompts of about one length share a compiled program.
@@ -218,7 +226,7 @@ def make_method(job: Job, name: str, limit: int) -> Method:
     ValueError: names that do not exist, or a rule that does not take the drafter's proposals.
   """
   method = parse_method(name)
-  *alternatives, drafter = (_make_drafter(job, text, method.layers) for text in method.drafters)
+  *alternatives, drafter = (_make_drafter(job, text, method.own) for text in method.drafters)
   chosen = control.Fixed() if method.drafter in _OFTEN_SILENT else None
   if method.control is not None:
     chosen = make_control(name, method.control, method.options)
@@ -242,16 +250,12 @@ def make_method(job: Job, name: str, limit: int) -> Method:
 def _drafter_weights(job: Job, text: str) -> Any:
   """Of whichever of a head, a draft model and the target's own layers it drafts with; None for none."""
   method = parse_method(text)
-  if method.layers is None:
-    head = job.heads.get(method.head)
-    if head is not None:
-      return trained.weights(head, job.target.model)
-    return job.draft.model if job.draft is not None and method.uses_draft_model else None
-  try:
-    return truncated(job.target.model, method.layers)
-  except ValueError:
-    most = job.target.config.num_layers - 1
-    raise ValueError(f"drafter = {text!r}: layers = {method.layers}; it must be in [1, {most}]") from None
+  if method.own:
+    return trained.own_layers(job.target, method.own)[0]
+  head = job.heads.get(method.head)
+  if head is not None:
+    return trained.weights(head, job.target.model)
+  return job.draft.model if job.draft is not None and method.uses_draft_model else None
 
 
 def _beliefs(job: Job, method: MethodText, config: DecodeConfig, draft: Any) -> tuple[control.Beliefs, str]:
@@ -271,31 +275,35 @@ def _beliefs(job: Job, method: MethodText, config: DecodeConfig, draft: Any) -> 
   return control.assumed(config.trees, draft_step=step, batch=batch), f"assumed: {why}"
 
 
-def _make_drafter(job: Job, text: str, layers: int | None) -> Drafter:
+def _make_drafter(job: Job, text: str, shared_layers: Mapping[str, Any]) -> Drafter:
   name, own = parse_drafter(text)
   window = DEFAULT_WINDOWS.get(name) if shared.WINDOW.value is None else shared.WINDOW.value
   options = {} if window is None or name == "none" or "tree" in own else {"window": window}
   target = job.target.config
-  if name in ("two_model", "eagle3", "medusa"):
+  if name in _GROWING or name == "medusa":
     options |= dict(vocab_size=target.vocab_size, num_real_tokens=target.num_real_tokens)
-  if name in ("two_model", "eagle3"):
+  if name in _GROWING:
     policy = shared.DRAFT_POLICY.value
     likeliest = greedy() or "nodes" in own
     options |= dict(
-      max_length=_draft_config(job, name, layers).max_length,
+      max_length=_draft_config(job, name).max_length,
       policy=("top_k" if likeliest else "sample") if policy == "auto" else policy,
       implementation=shared.ATTENTION.value,
     )
   if name == "eagle3":
     options |= dict(taps=job.heads["eagle3"].config.tap_layers)
+  if name == "early_exit":
+    options |= dict(exit=job.heads["early_exit"].config.exit_layer)
+  if shared_layers:
+    options |= dict(exit=trained.own_layers(job.target, shared_layers)[1])
   if name == "medusa":
     options |= dict(num_heads=job.heads["medusa"].config.num_heads, taps=(target.num_layers,))
   return make_drafter(text, **options)
 
 
-def _draft_config(job: Job, name: str, layers: int | None) -> DecoderConfig:
+def _draft_config(job: Job, name: str) -> DecoderConfig:
   """Of the decoder that drafts."""
-  if layers:
+  if name in ("self_speculation", "early_exit"):  # the target's own positions
     return job.target.config
   head = job.heads.get(HEADS[name])
   return job.draft.config if head is None else head.config.decoder
@@ -336,9 +344,10 @@ def calibration_key(job: Job) -> dict[str, Any]:
 
 
 def head_digest(job: Job, drafter: str) -> str | None:
-  """Of the trained head that a drafter runs with; None if it needs none."""
-  head = job.heads.get(parse_method(drafter).head)
-  return None if head is None else trained.digest(head)
+  """Of the trained head that a drafter runs with, or of the sublayers it skips; None if it needs none."""
+  method = parse_method(drafter)
+  head = job.heads.get(method.head)
+  return trained.skips_digest(method.own, job.target) if head is None else trained.digest(head)
 
 
 def same_text(rule: Rule) -> bool:

@@ -67,6 +67,10 @@ class Proposal:
       ``sampled``: each child was drawn from q with its own noise, siblings independently.
       ``sampled_without_replacement``: each child was drawn from q without the tokens of its elder
       siblings, renormalised; q itself is the distribution the first child was drawn from.
+    hidden: ``[B, N, D]``, where the drafter has run the target's own first layers over the nodes: what they
+      gave, the input of layer ``start_layer``. The rows of these layers then lie in the target's cache, node
+      i's at slot ``length + i``; those of roots must be there for every row, drafting or not. Else None.
+    start_layer: the layer at which verification begins, 0 without ``hidden``.
   """
 
   tokens: Array
@@ -74,6 +78,8 @@ class Proposal:
   q: Array | None
   tree: TokenTree | DynamicTree
   kind: ProposalKind = flax.struct.field(pytree_node=False)
+  hidden: Array | None = None
+  start_layer: int = flax.struct.field(pytree_node=False, default=0)
 
 
 @flax.struct.dataclass
@@ -232,7 +238,11 @@ class Drafter(Protocol):
   def propose(
     self, weights: Any, state: State, context: DraftContext, target_cache: KVCache
   ) -> tuple[Proposal, State, KVCache]:
-    """Drafts behind ``context.root``. May use scratch rows of the target's cache and hands it back."""
+    """Drafts behind ``context.root``.
+
+    May use scratch rows of the target's cache and hands it back, its length as it was. One that has run the
+    target's own layers over its nodes says so in `Proposal.hidden`, and they are not run again.
+    """
 
   def extend(self, weights: Any, state: State, committed: Committed) -> State:
     """What a round kept: root and accepted drafts. T is the depth of the round's proposal and 1.

@@ -72,6 +72,8 @@ __all__ = [
 Array = jax.Array
 
 ALL_ROUNDS = np.iinfo(np.int32).max
+# While a controlled round goes on: the target has not run at any width.
+_NOT_YET = -1
 
 
 @flax.struct.dataclass
@@ -96,6 +98,12 @@ def _check_proposal(proposal: Proposal, config: DecodeConfig) -> None:
     raise ValueError(
       f"drafter {drafter.name} proposes tokens {proposal.tokens.shape} and valid {proposal.valid.shape} "
       f"for a tree of {nodes} nodes"
+    )
+  hidden = None if proposal.hidden is None else proposal.hidden.shape[:-1]
+  if hidden != (proposal.tokens.shape if proposal.start_layer else None):
+    raise ValueError(
+      f"drafter {drafter.name} proposes hidden states of {hidden} nodes with start_layer = "
+      f"{proposal.start_layer}; a start behind layer 0 needs those of {proposal.tokens.shape}, 0 has none"
     )
   if proposal.kind != drafter.kind:
     raise ValueError(f"drafter {drafter.name} proposes {proposal.kind} drafts; it announced {drafter.kind}")
@@ -168,8 +176,13 @@ def _whole_paths(valid: Array, tree) -> Array:
 def verify_step(
   weights: Weights, state: DecodeState, proposal: Proposal, config: DecodeConfig
 ) -> tuple[Verification, DecodeState]:
-  """Runs the target once over the nodes; their rows are scratch rows of the cache."""
+  """Runs the target once over the nodes; their rows are scratch rows of the cache.
+
+  Layers that the drafter has run over them (`Proposal.hidden`) are not run again.
+  """
   tree = proposal.tree
+  begun = proposal.hidden is not None
+  rest = dict(layer_range=(proposal.start_layer, None), hidden=proposal.hidden) if begun else {}
   output = weights.target(
     proposal.tokens,
     state.cache,
@@ -177,6 +190,7 @@ def verify_step(
     ancestors=None if tree.is_chain else tree.ancestors,
     taps=config.drafter.taps,
     implementation=config.implementation,
+    **rest,
   )
   return Verification(output.logits, output.taps), state.replace(cache=output.cache)
 
@@ -326,11 +340,12 @@ def decode_round(weights: Weights, state: DecodeState, config: DecodeConfig) -> 
     proposal, state = draft_step(weights, state, config)
     return _judge(weights, state, proposal, config)
   plan, before = config.control.plan(weights.beliefs, config.trees, state), state
-  verified = jnp.int32(0)
+  verified = jnp.int32(_NOT_YET)
   for group in config.groups:
     state, verified = _round_of_group(weights, state, config, group, plan, verified)
   plain = lambda state: _judge(weights, state, _root_only(state), config)
-  state = _run_if(verified == 0, plain, state)
+  state = _run_if(verified == _NOT_YET, plain, state)
+  verified = jnp.maximum(verified, 0)
   state, outcome = _outcome(state, before.active, plan, verified)
   return state.replace(control=config.control.learn(weights.beliefs, config.trees, before, plan, outcome))
 
@@ -343,10 +358,11 @@ def _judge(weights, state, proposal, config) -> DecodeState:
 def _round_of_group(weights, state, config, group: tuple[int, ...], plan: RoundPlan, verified: Array):
   """The round at one of the widths of a group, if the plan is one of them and anything is proposed.
 
-  A draft is verified at the narrowest width that holds it: a chain may have ended before its window.
+  A draft is verified at the narrowest width that holds it: a chain may have ended before its window. Where
+  nothing was proposed and the target's first layers ran over the roots all the same, the others follow here.
 
   Returns:
-    The state, and the width that the target ran at: ``verified`` unless it ran here.
+    The state, and the width that the target ran at, 0 over the roots alone: ``verified`` unless it ran here.
   """
   at = [config.at_width(width) for width in group]
   shape = functools.partial(draft_step, weights, config=at[-1], depth=plan.depth)
@@ -363,6 +379,11 @@ def _round_of_group(weights, state, config, group: tuple[int, ...], plan: RoundP
   # The root of a proposal is valid, and nothing is where nothing was drafted.
   deepest = jnp.max(jnp.where(pending.valid, pending.tree.depths, 0))
   least = 0
+  if pending.hidden is not None:
+    root = _root_only(state).replace(hidden=pending.hidden[:, :1], start_layer=pending.start_layer)
+    silent = jnp.any(plan.width == jnp.array(group)) & (deepest == 0)
+    state = _run_if(silent, lambda state: _judge(weights, state, root, at[0]), state)
+    verified = jnp.where(silent, 0, verified)
   for width, narrow in zip(group, at):
     most = narrow.drafter.tree.max_depth
     judge = lambda state, narrow=narrow: _judge(weights, state, _first_nodes(pending, narrow), narrow)
@@ -385,8 +406,14 @@ def _first_nodes(chain: Proposal, config: DecodeConfig) -> Proposal:
   nodes = tree.num_nodes
   if chain.tree.num_nodes <= nodes:
     return chain
-  q = None if chain.q is None else chain.q[:, :nodes]
-  return chain.replace(tokens=chain.tokens[:, :nodes], valid=chain.valid[:, :nodes], q=q, tree=tree)
+  first = lambda of_node: None if of_node is None else of_node[:, :nodes]
+  return chain.replace(
+    tokens=first(chain.tokens),
+    valid=first(chain.valid),
+    q=first(chain.q),
+    hidden=first(chain.hidden),
+    tree=tree,
+  )
 
 
 def _root_only(state: DecodeState) -> Proposal:

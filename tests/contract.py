@@ -19,6 +19,7 @@ from specjax import decode
 from specjax.base import Proposal
 from specjax.control import Fixed
 from specjax.drafters import make_drafter
+from specjax.models import SkipSet, skipping, truncated
 from specjax.sampling import Settings
 from specjax.testing import ScriptedControl, TruthDrafter, perturbed, tiny_model
 from specjax.tree import TokenTree
@@ -137,6 +138,42 @@ def medusa(**shape):
   sizes = dict(vocab_size=VOCAB, num_real_tokens=VOCAB, num_heads=3, taps=(2,))
   weights = heads.medusa(target(), plain_texts(), plain_lengths())
   return make_drafter("medusa", **shape, **sizes), weights
+
+
+def self_speculation_drafter(exit, **options):
+  sizes = dict(vocab_size=VOCAB, num_real_tokens=VOCAB, max_length=512)
+  return make_drafter("self_speculation", **{"window": WINDOW, "exit": exit, **sizes, **options})
+
+
+def prefix(**options):
+  """The target's first layer drafts."""
+  return self_speculation_drafter(1, **options), truncated(target(), 1)
+
+
+# Without its last feed-forward, or without the first attention: a draft that is often right.
+LAST_FF, FIRST_ATTENTION = SkipSet(2, ff=(1,)), SkipSet(2, attention=(0,))
+
+
+def skips(skipped: SkipSet, **options):
+  return self_speculation_drafter(skipped.prefix, **options), skipping(target(), skipped)
+
+
+@functools.cache
+def early_exit_weights():
+  return heads.early_exit(target(), plain_texts(), plain_lengths())
+
+
+def early_exit_drafter(**options):
+  sizes = dict(vocab_size=VOCAB, num_real_tokens=VOCAB, max_length=512, exit=1)
+  return make_drafter("early_exit", **{"window": WINDOW, **sizes, **options})
+
+
+def early_exit(**options):
+  return early_exit_drafter(**options), early_exit_weights()
+
+
+def early_exit_caches(state):
+  return {"adapter": (heads.EarlyExitRows(target(), early_exit_weights()), state.cache)}
 
 
 # Two thirds of the tokens, and a draft that says no others.
@@ -313,6 +350,32 @@ DRAFTERS: dict[str, DrafterCase] = {
         eagle3_drafter(3, branching=(2, 2), policy="sample", ring=5),
         eagle3_drafter(3, nodes=6, beam=2, ring=5),
       ),
+    ),
+  ),
+  "self_speculation_prefix": DrafterCase(lambda: prefix(), rules=("speculative_sampling", "greedy")),
+  "self_speculation_skips": DrafterCase(
+    lambda: skips(LAST_FF), rules=("draw_and_follow", "block_verification", "greedy")
+  ),
+  "self_speculation_tree": DrafterCase(
+    lambda: skips(LAST_FF, branching=(2, 2), policy="top_k"), rules=("greedy", "traversal_verification")
+  ),
+  "self_speculation_dynamic": DrafterCase(
+    lambda: skips(FIRST_ATTENTION, nodes=7, beam=3, policy="top_k"), rules=("greedy",)
+  ),
+  "early_exit": DrafterCase(
+    lambda: early_exit(),
+    rules=(*ANY_CHAIN, "block_verification"),
+    deep=True,
+    caches=early_exit_caches,
+  ),
+  # Plain rounds, rows that draft nothing or less, and rounds in which an unsure draft proposes nothing.
+  "early_exit_widths": DrafterCase(
+    lambda: early_exit(confidence=0.3),
+    rules=("greedy", "traversal_verification"),
+    caches=early_exit_caches,
+    changes=dict(
+      control=ScriptedControl((2, 0, 1, 2, 0, 0)),
+      alternatives=(early_exit_drafter(window=2, confidence=0.3),),
     ),
   ),
   "from_outside": DrafterCase(

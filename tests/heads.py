@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from specjax.base import ModelOutput
-from specjax.drafters import EagleWeights, MedusaWeights
+from specjax.drafters import EagleWeights, EarlyExitWeights, MedusaWeights
 from specjax.models import (
   Decoder,
   DecoderConfig,
@@ -19,9 +19,13 @@ from specjax.models import (
   DraftDecoder,
   Eagle3,
   Eagle3Config,
+  EarlyExit,
+  EarlyExitConfig,
   MedusaConfig,
   MedusaHeads,
+  truncated,
 )
+from specjax.models.output import Bound
 
 TAPS = (0, 1, 2)  # of a target of two layers: its embedding, what lies between, its output
 
@@ -91,6 +95,18 @@ def medusa(target: Decoder, texts: np.ndarray, lengths, *, num_heads: int = 3) -
   return MedusaWeights(heads, target.norm)
 
 
+def early_exit(target: Decoder, texts: np.ndarray, lengths, *, exit_layer: int = 1) -> EarlyExitWeights:
+  """An adapter before rows that are fitted to the texts, in place of the target's own."""
+  config = EarlyExitConfig(target.config.replace(num_layers=1), exit_layer)
+  adapter = EarlyExit(config, target, dtype=jnp.float32, rngs=nnx.Rngs(5))
+  taps = _taps(target, jnp.asarray(texts))[:, :, exit_layer]
+  hidden = np.asarray(adapter.norm(adapter(taps, adapter.init_cache(*texts.shape), logits=False).hidden))
+  inputs = [hidden[row, : length - 1] for row, length in enumerate(lengths)]
+  said = [texts[row, 1:length] for row, length in enumerate(lengths)]
+  adapter.rows = Bound(_fitted(inputs, said, target.config.vocab_size, None))
+  return EarlyExitWeights(adapter, truncated(target, exit_layer))
+
+
 def _fitted(inputs, said, vocab: int, ids) -> jax.Array:
   """Ridge regression on one-hot tokens, ``[Vd, D]``, sharpened."""
   x, y = np.concatenate(inputs).astype(np.float64), np.eye(vocab)[np.concatenate(said)]
@@ -138,3 +154,20 @@ class EagleRows:
     following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
     embeddings = jnp.take(embed, following, axis=0, mode="clip")
     return head(embeddings, head.fuse(taps), cache, logits=logits)
+
+
+@flax.struct.dataclass
+class EarlyExitRows:
+  """The same for an early exit's adapter."""
+
+  target: Decoder
+  weights: EarlyExitWeights
+
+  def init_cache(self, batch, slots):
+    return self.weights.adapter.init_cache(batch, slots)
+
+  def __call__(self, tokens, cache, *, logits=False) -> ModelOutput:
+    adapter = self.weights.adapter
+    exit_layer = adapter.config.exit_layer
+    taps = self.target(tokens, self.target.init_cache(*tokens.shape), taps=(exit_layer,), logits=False).taps
+    return adapter(taps[:, :, 0], cache, logits=logits)

@@ -1,7 +1,8 @@
 """One way in: a folder with a trained draft head → the head, checked against its target.
 
 Layouts: Medusa (`medusa_files`), EAGLE-3 of its authors and of speculators (`eagle_files`), a distilled draft
-decoder (`draft_files`). Which one a folder holds is seen by its files, its config and its tensors' names.
+decoder (`draft_files`), the adapter of an early exit (`early_exit_files`). Which one a folder holds is seen
+by its files, its config and its tensors' names.
 """
 
 from __future__ import annotations
@@ -15,13 +16,23 @@ import jax.numpy as jnp
 from specjax.checkpoints import draft_vocabulary as vocabulary
 from specjax.checkpoints.draft_files import DRAFT_FIELD, load_draft
 from specjax.checkpoints.eagle_files import LAYER_NAMES, load_eagle3
+from specjax.checkpoints.early_exit_files import EARLY_EXIT_FIELD, load_early_exit
 from specjax.checkpoints.files import CheckpointError, read_json
 from specjax.checkpoints.fill import StoredTensor
 from specjax.checkpoints.hf import INDEX, SINGLE, read_tensors
 from specjax.checkpoints.medusa_files import is_medusa, load_medusa
 from specjax.checkpoints.pickled import read_pickled
 from specjax.checkpoints.sources import LoadedModel
-from specjax.models import DraftConfig, DraftDecoder, Eagle3, Eagle3Config, MedusaConfig, MedusaHeads
+from specjax.models import (
+  DraftConfig,
+  DraftDecoder,
+  Eagle3,
+  Eagle3Config,
+  EarlyExit,
+  EarlyExitConfig,
+  MedusaConfig,
+  MedusaHeads,
+)
 
 PICKLED = "pytorch_model.bin"
 
@@ -37,9 +48,9 @@ class DraftHead:
     source: the folder it was loaded from.
   """
 
-  kind: Literal["medusa", "eagle3", "draft"]
-  module: MedusaHeads | Eagle3 | DraftDecoder
-  config: MedusaConfig | Eagle3Config | DraftConfig
+  kind: Literal["medusa", "eagle3", "draft", "early_exit"]
+  module: MedusaHeads | Eagle3 | DraftDecoder | EarlyExit
+  config: MedusaConfig | Eagle3Config | DraftConfig | EarlyExitConfig
   source: str
 
 
@@ -67,6 +78,9 @@ def load_head(path: str, target: LoadedModel, *, dtype=jnp.float32) -> DraftHead
   if DRAFT_FIELD in values:
     draft = load_draft(path, values, tensors, target, dtype=dtype)
     return DraftHead("draft", draft, draft.draft_config, path)
+  if EARLY_EXIT_FIELD in values:
+    adapter = load_early_exit(path, values, tensors, target, dtype=dtype)
+    return DraftHead("early_exit", adapter, adapter.config, path)
   head = load_eagle3(path, _eagle3_layout(path, values, tensors), values, tensors, target, dtype=dtype)
   return DraftHead("eagle3", head, head.config, path)
 
@@ -92,5 +106,6 @@ def _eagle3_layout(folder: str, values: dict[str, Any], tensors: dict[str, Store
     raise CheckpointError(f"{folder}: an EAGLE-1 or EAGLE-2 head (no norm.weight); EAGLE-3 is supported")
   raise CheckpointError(
     f"{folder}: not a known draft head; known: Medusa (medusa_lm_head.*), EAGLE-3 (midlayer.*), speculators' "
-    "EAGLE-3 (speculators_model_type, layers.0.*), and a draft decoder written by save_draft"
+    "EAGLE-3 (speculators_model_type, layers.0.*), a draft decoder written by save_draft, and an early exit "
+    "written by save_early_exit"
   )

@@ -78,6 +78,22 @@ _EAGLE3 = {
   "d2t": "output.token_map",
 }
 
+# Of an early exit: what a model of one layer would call them, without its feed-forward.
+_EARLY_EXIT = {
+  "layers.0.input_layernorm.weight": "attention_norm.weight",
+  "layers.0.self_attn.q_proj.weight": "attention.q.weight",
+  "layers.0.self_attn.q_proj.bias": "attention.q.bias",
+  "layers.0.self_attn.k_proj.weight": "attention.k.weight",
+  "layers.0.self_attn.k_proj.bias": "attention.k.bias",
+  "layers.0.self_attn.v_proj.weight": "attention.v.weight",
+  "layers.0.self_attn.v_proj.bias": "attention.v.bias",
+  "layers.0.self_attn.o_proj.weight": "attention.o.weight",
+  "layers.0.self_attn.q_norm.weight": "attention.q_norm.weight",
+  "layers.0.self_attn.k_norm.weight": "attention.k_norm.weight",
+  "norm.weight": "norm.weight",
+  "d2t": "token_map",
+}
+
 
 def _expand(table: dict[str, str], num_layers: int) -> dict[str, str]:
   names = {}
@@ -100,6 +116,11 @@ def gguf_names(num_layers: int) -> dict[str, str]:
 def eagle3_names(layer: str) -> dict[str, str]:
   """Parameter path of `Eagle3` → tensor name in a file that calls the draft layer ``layer``."""
   return {path: name.format(layer) for name, path in _EAGLE3.items()}
+
+
+def early_exit_names() -> dict[str, str]:
+  """Parameter path of `EarlyExit` → tensor name; what is the target's has none."""
+  return {path: name for name, path in _EARLY_EXIT.items()}
 
 
 def draft_names(num_layers: int) -> dict[str, str]:

@@ -9,9 +9,11 @@ from typing import Any
 from specjax import options
 from specjax.base import Drafter
 from specjax.drafters.eagle3 import Eagle3Drafter, EagleWeights, eagle3
+from specjax.drafters.early_exit import EarlyExitDrafter, EarlyExitWeights, early_exit
 from specjax.drafters.medusa import Medusa, MedusaWeights, medusa
 from specjax.drafters.none import NoDrafter
 from specjax.drafters.prompt_lookup import PromptLookup
+from specjax.drafters.self_speculation import SelfSpeculation, self_speculation
 from specjax.drafters.two_model import TwoModel, two_model
 
 DRAFTERS: dict[str, Callable[..., Drafter]] = {
@@ -20,6 +22,8 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
   "two_model": two_model,
   "eagle3": eagle3,
   "medusa": medusa,
+  "early_exit": early_exit,
+  "self_speculation": self_speculation,
 }
 
 
@@ -58,14 +62,19 @@ __all__ = [
   "DRAFTERS",
   "Eagle3Drafter",
   "EagleWeights",
+  "EarlyExitDrafter",
+  "EarlyExitWeights",
   "Medusa",
   "MedusaWeights",
   "NoDrafter",
   "PromptLookup",
+  "SelfSpeculation",
   "TwoModel",
   "eagle3",
+  "early_exit",
   "make_drafter",
   "medusa",
   "parse_drafter",
+  "self_speculation",
   "two_model",
 ]

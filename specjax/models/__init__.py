@@ -1,11 +1,13 @@
 """Target and draft models, and draft heads."""
 
 from specjax.models.config import DecoderConfig, Llama3RopeScaling
-from specjax.models.decoder import Decoder
+from specjax.models.decoder import Decoder, truncated
 from specjax.models.draft import DraftConfig, DraftDecoder
 from specjax.models.eagle import Eagle3, Eagle3Config, default_tap_layers
+from specjax.models.early_exit import EarlyExit, EarlyExitConfig
 from specjax.models.medusa import MedusaConfig, MedusaHeads
 from specjax.models.output import OutputLayer, TokenMap, output_rows, over_target
+from specjax.models.skipping import SkipSet, skipping
 
 __all__ = [
   "Decoder",
@@ -14,12 +16,17 @@ __all__ = [
   "DraftDecoder",
   "Eagle3",
   "Eagle3Config",
+  "EarlyExit",
+  "EarlyExitConfig",
   "Llama3RopeScaling",
   "MedusaConfig",
   "MedusaHeads",
   "OutputLayer",
+  "SkipSet",
   "TokenMap",
   "default_tap_layers",
   "output_rows",
   "over_target",
+  "skipping",
+  "truncated",
 ]

@@ -87,11 +87,13 @@ class Decoder(nnx.Module):
       ``[B, T, len(taps), D]`` or None, and the hidden state ``[B, T, D]`` behind the last layer run.
 
     Raises:
-      ValueError: ``scratch`` without ``ancestors`` or ``depths``.
+      ValueError: ``scratch`` without ``ancestors`` or ``depths``, or taps outside of the range.
     """
     c = self.config
     first, last = layer_range
     last = c.num_layers if last is None else last
+    if not all(first <= i <= last for i in taps):
+      raise ValueError(f"taps = {taps}; layers {first} to {last} are run")
     call = layers.new_call(cache, tokens.shape[1], c, depths, ancestors, scratch, implementation, self.mesh)
     x = jnp.take(self.embed[...], tokens, axis=0, mode="clip") if hidden is None else hidden
     tapped = {}

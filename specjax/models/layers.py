@@ -250,7 +250,10 @@ class FeedForward(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-  """Pre-norm attention and feed-forward, each added to the residual stream."""
+  """Pre-norm attention and feed-forward, each added to the residual stream.
+
+  Either may be None and is then left out: see `skipping`.
+  """
 
   def __init__(self, config: DecoderConfig, *, dtype, rngs: nnx.Rngs):
     self.attention_norm = RMSNorm(config.d_model, eps=config.norm_eps, dtype=dtype)
@@ -259,6 +262,9 @@ class DecoderLayer(nnx.Module):
     self.ff = FeedForward(config, dtype=dtype, rngs=rngs)
 
   def __call__(self, x: Array, k_cache: Array, v_cache: Array, call: Call):
-    y, k_cache, v_cache = self.attention(self.attention_norm(x), k_cache, v_cache, call)
-    x = x + y
-    return x + self.ff(self.ff_norm(x)), k_cache, v_cache
+    if self.attention is not None:
+      y, k_cache, v_cache = self.attention(self.attention_norm(x), k_cache, v_cache, call)
+      x = x + y
+    if self.ff is not None:
+      x = x + self.ff(self.ff_norm(x))
+    return x, k_cache, v_cache

@@ -9,7 +9,7 @@ import pytest
 from specjax.analysis import CostTable
 from specjax.analysis.costs import KEY_FIELDS
 
-DRAFTER = "two_model[layers=4,window=4]"
+DRAFTER = "self_speculation[layers=4,window=4]"
 FILE = {
   "schema": 1,
   "made": "2026-11-30T01:00:00+00:00",
@@ -99,7 +99,7 @@ def test_costs_of_drafts(table):
   assert table.draft_cost(DRAFTER, live=64) == pytest.approx(3 / 3 / 10)
   assert table.draft_cost(DRAFTER, batch=4, live=256) == pytest.approx(9 / 3 / 28)
   assert table.relative(4, live=256) == pytest.approx(30 / 14)
-  with pytest.raises(ValueError, match=r"drafter 'eagle' is not in the calibration, which has two_model.*"):
+  with pytest.raises(ValueError, match=r"drafter 'eagle' is not in the calibration, which has self_spec.*"):
     table.draft_ms_at("eagle", live=64)
 
 
@@ -152,7 +152,7 @@ MALFORMED = [
   (("prefill_ms",), {}, "prefill_ms has widths"),
   (("prefill_ms", "wide"), 3.0, "prefill_ms has widths .*'wide'"),
   (("prefill_ms", "16"), 0.0, r"prefill_ms\[16\] has 0; it must be finite and above 0"),
-  (("drafts", DRAFTER, "depth"), None, r"drafts\['two_model.*'\] has no 'depth'"),
+  (("drafts", DRAFTER, "depth"), None, r"drafts\['self_spec.*'\] has no 'depth'"),
   (("drafts", DRAFTER, "depth"), 4, "depth = 4; it must be below its nodes, 4"),
   (("drafts", DRAFTER, "nodes"), 0, "nodes = 0; it must be a whole number of at least 1"),
   (("drafts", DRAFTER, "draft_ms"), [[3.0, 6.0]], r"draft_ms has the shape \(1, 2\); it must be \(2, 2\)"),

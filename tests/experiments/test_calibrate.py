@@ -1,5 +1,6 @@
 """The calibration: what is measured, resumed and written; its key; drafts of the target's own layers."""
 
+import dataclasses
 import json
 import os
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ KEY = {
   "jax": "0",
   "jaxlib": "0",
 }
-OWN = "two_model[layers=1,window=2]"
+OWN = "self_speculation[layers=1,window=2]"
 PLAN = calibrate.Plan(("prompt_lookup", OWN), (1, 2), (8, 20), (1, 3), passes=2, turns=4, tokens=6)
 WIDTHS = (16, 64)
 
@@ -244,15 +245,23 @@ def test_acceptance_by_position():
 
 
 def test_own_layers_are_read_from_the_brackets():
-  method = parse_method("two_model[layers=4,branching=(2,2)]")
-  assert method.drafters == ("two_model[branching=(2,2)]",) and method.layers == 4
-  assert parse_method("prompt_lookup[layers=4]").layers is None
+  method = parse_method("self_speculation[layers=4,branching=(2,2)]")
+  assert method.drafters == ("self_speculation[branching=(2,2)]",) and method.own == {"layers": 4}
+  assert parse_method("self_speculation[skips=a/b.json]").own == {"skips": "a/b.json"}
+  assert parse_method("prompt_lookup[layers=4]").own == {}
   needed = ["two_model", "two_model[window=2]", OWN, "prompt_lookup", "a.b:c"]
   assert [parse_method(text).needs_draft_model for text in needed] == [True, True, False, False, False]
   assert [parse_method(text).uses_draft_model for text in needed] == [True, True, False, False, True]
   for wrong in ("0", "-1", "some", "2.5", "True"):
     with pytest.raises(ValueError, match=r"layers = .*at least 1"):
-      parse_method(f"two_model[layers={wrong}]")
+      parse_method(f"self_speculation[layers={wrong}]")
+  for wrong in ("window=2", "layers=2,skips=a.json"):
+    with pytest.raises(ValueError, match="it needs layers=N or skips=FILE, one of them"):
+      parse_method(f"self_speculation[{wrong}]")
+  with pytest.raises(ValueError, match="skips = 3; it must be a file"):
+    parse_method("self_speculation[skips=3]")
+  with pytest.raises(ValueError, match="all widths must draft with the same layers"):
+    parse_method("adaptive[of=self_speculation[layers=1]|self_speculation[layers=2]]")
 
 
 def test_a_run_may_hold_drafts_of_several_sizes(job):
@@ -261,7 +270,7 @@ def test_a_run_may_hold_drafts_of_several_sizes(job):
     method = runtime.make_method(job, OWN, 128)
     plain = runtime.make_method(job, "prompt_lookup", 128)
     with pytest.raises(ValueError, match=r"layers = 9; it must be in \[1, 1\]"):
-      runtime.make_method(job, "two_model[layers=9]", 128)
+      runtime.make_method(job, "self_speculation[layers=9]", 128)
   assert method.name == OWN and method.window == 2 and plain.weights.drafter is None
   assert method.config.drafter.max_length == job.target.config.max_length
   draft = method.weights.drafter
@@ -271,7 +280,7 @@ def test_a_run_may_hold_drafts_of_several_sizes(job):
 def test_a_draft_model_that_nobody_uses_is_named(models, capsys):
   asked = [f"--model={models[0]}", f"--draft_model={models[1]}", f"--drafters={OWN}"]
   assert run_script(calibrate, *asked) == 2
-  assert "--draft_model is not used by two_model[layers=1,window=2]" in capsys.readouterr().err
+  assert "--draft_model is not used by self_speculation[layers=1,window=2]" in capsys.readouterr().err
 
 
 # --- the script ------------------------------------------------------------------------------------
@@ -279,7 +288,7 @@ def test_a_draft_model_that_nobody_uses_is_named(models, capsys):
 SMALL = ["--batches=1", "--lives=8,20", "--nodes=1,3", "--passes=2", "--rounds_a_call=2", "--limit=1"]
 
 
-def test_an_unseen_token_is_one_that_only_the_drafter_lacks(job, monkeypatch):
+def test_an_unseen_token_is_one_that_only_the_drafter_lacks(job, models, monkeypatch):
   """Fails when the text or the target's cache goes back too, or the drafter's does not."""
   seen = []
 
@@ -290,14 +299,15 @@ def test_an_unseen_token_is_one_that_only_the_drafter_lacks(job, monkeypatch):
     return state
 
   monkeypatch.setattr(loops, "draft", draft)
-  plan = calibrate.Plan((OWN,), (1,), (8, 20), (1,), passes=1, turns=1, tokens=1)
+  other = "two_model[window=2]"
+  plan = calibrate.Plan((other,), (1,), (8, 20), (1,), passes=1, turns=1, tokens=1)
   with parsed():
-    costs = calibrate.Calibration(plan, [], job)
-    case = calibrate.Case("draft", 1, 8, OWN)
+    costs = calibrate.Calibration(plan, [], dataclasses.replace(job, draft=load_model(models[1])))
+    case = calibrate.Case("draft", 1, 8, other)
     costs.draft_case(case)()
     costs.draft_case(case, 6)()
     costs.draft_case(case._replace(live=20))()
-    found = costs.catch_up(calibrate.Case("catch_up", 1, 20, OWN))
+    found = costs.catch_up(calibrate.Case("catch_up", 1, 20, other))
   assert seen[:3] == [[8, 7, 7], [8, 7, 1], [20, 19, 19]]
   assert found["unseen"] == 18 and [20, 19, 1] in seen and found["ms"] >= 0
 
@@ -331,8 +341,8 @@ def test_measures_a_tiny_model(models, tmp_path, capsys):
     ("--drafters=none", "'none'; a drafter other than none"),
     ("--drafters=magic", "'magic'"),
     ("--drafters=two_model", "needs --draft_model"),
-    ("--drafters=two_model[layers=0]", "layers = 0"),
-    ("--drafters=two_model[layers=99]", "layers = 99; it must be in [1, 1]"),
+    ("--drafters=self_speculation[layers=0]", "layers = 0"),
+    ("--drafters=self_speculation[layers=99]", "layers = 99; it must be in [1, 1]"),
     ("--passes=0", "passes"),
     ("--rounds_a_call=0", "rounds_a_call"),
     ("--acceptance_tokens=0", "acceptance_tokens"),

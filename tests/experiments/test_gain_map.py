@@ -16,7 +16,7 @@ from specjax.checkpoints import load_model
 from tests.experiments.test_calibrate import KEY
 from tests.experiments.tiny import parsed, run_script
 
-OWN = "two_model[layers=1,window=2]"
+OWN = "self_speculation[layers=1,window=2]"
 PLAN = gain_map.Plan((0.2, 0.9), (0, 1), (4, 8), window=2, prompt=6, least_tokens=12)
 AXES = ["--acceptances=0.2,0.9", "--layers=1", "--responses=4,8", "--window=2", "--prompt_tokens=6"]
 

@@ -27,10 +27,10 @@ LOOKUP = ("prompt_lookup[window=3]", "prompt_lookup[window=7]", "prompt_lookup[m
     ),
     ("adaptive[of=prompt_lookup[window=3]]", "adaptive", {}, ("prompt_lookup[window=3]",)),
     (
-      "fixed[of=two_model[layers=2,window=2]|two_model[layers=2,branching=(3,2)],width=1]",
+      "fixed[of=self_speculation[layers=2,window=2]|self_speculation[layers=2,branching=(3,2)],width=1]",
       "fixed",
       {"width": 1},
-      ("two_model[layers=2,window=2]", "two_model[layers=2,branching=(3,2)]"),
+      ("self_speculation[layers=2,window=2]", "self_speculation[layers=2,branching=(3,2)]"),
     ),
     ("plus2_minus1[of=prompt_lookup]", "plus2_minus1", {}, LOOKUP[:2]),
   ],

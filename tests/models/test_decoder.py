@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.models import DecoderConfig, Llama3RopeScaling
-from specjax.models.decoder import truncated
+from specjax.models import DecoderConfig, Llama3RopeScaling, truncated
 from specjax.testing import tiny_config, tiny_model
 from specjax.tree import TokenTree
 

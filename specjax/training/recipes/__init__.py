@@ -6,9 +6,12 @@ from specjax import options
 from specjax.training.recipes.base import RANKS, Recipe, TextStats, acceptance, reference, without_layers
 from specjax.training.recipes.distilled import Distilled
 from specjax.training.recipes.eagle3 import EagleThree
+from specjax.training.recipes.early_exit import EarlyExit
 from specjax.training.recipes.medusa import Medusa
 
-RECIPES: dict[str, type[Recipe]] = {recipe.name: recipe for recipe in (Distilled, Medusa, EagleThree)}
+RECIPES: dict[str, type[Recipe]] = {
+  recipe.name: recipe for recipe in (Distilled, Medusa, EagleThree, EarlyExit)
+}
 
 
 def make_recipe(text: str) -> Recipe:
@@ -28,6 +31,7 @@ __all__ = [
   "RECIPES",
   "Distilled",
   "EagleThree",
+  "EarlyExit",
   "Medusa",
   "Recipe",
   "TextStats",

@@ -1,0 +1,110 @@
+"""The adapter of an early exit in a folder of our own.
+
+``config.json`` has the fields of a Hugging Face model of one layer (``model_type``, ``hidden_size``, …; its
+feed-forward is not there), ``draft_vocab_size``, and
+
+    "specjax_early_exit": {"format": 1, "exit_layer": e}
+
+``model.safetensors`` has ``layers.0.input_layernorm.weight``, ``layers.0.self_attn.{q,k,v,o}_proj.weight``
+(biases and q/k norms where the config has them) and ``norm.weight``. The head is the target's. A draft
+vocabulary is ``d2t`` and ``t2d``, as in EAGLE-3 files.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax.numpy as jnp
+import safetensors.numpy
+
+from specjax.checkpoints import draft_vocabulary as vocabulary
+from specjax.checkpoints.files import new_folder, refusing, write_json
+from specjax.checkpoints.fill import OneKey, StoredTensor, fill_module
+from specjax.checkpoints.hf import SINGLE, Fields, decoder_config
+from specjax.checkpoints.hf_save import config_json
+from specjax.checkpoints.names import early_exit_names
+from specjax.checkpoints.sources import LoadedModel
+from specjax.models import EarlyExit, EarlyExitConfig, output_rows
+
+EARLY_EXIT_FIELD = "specjax_early_exit"
+_FORMAT = 1
+
+
+def load_early_exit(
+  folder: str,
+  values: dict[str, Any],
+  tensors: dict[str, StoredTensor],
+  target: LoadedModel,
+  *,
+  dtype: jnp.dtype,
+) -> EarlyExit:
+  """The adapter in a folder, before the target's head.
+
+  Args:
+    folder: for messages.
+    values: its ``config.json``.
+    tensors: its tensors.
+    target: what it was trained in.
+    dtype: type of the parameters.
+
+  Raises:
+    CheckpointError: fields or tensors that are missing, left over, misshapen, or do not fit the target.
+  """
+  tensors = dict(tensors)
+  config = _config(os.path.join(folder, "config.json"), values)
+  with refusing(folder):
+    config.check_target(target.config)
+  size = config.decoder.vocab_size if config.draft_vocab_size is None else config.draft_vocab_size
+  ids = vocabulary.take_ids(tensors, size, config.decoder.vocab_size, folder)
+  return fill_module(
+    lambda: EarlyExit(config, target.model, ids=ids, dtype=dtype, rngs=OneKey()),
+    tensors,
+    early_exit_names(),
+    source=folder,
+    what="an early exit of this config",
+    given={"rows": output_rows(target.model, ids).astype(dtype)},
+  )
+
+
+def _config(path: str, values: dict[str, Any]) -> EarlyExitConfig:
+  ours = Fields(f"{path}: {EARLY_EXIT_FIELD}", Fields(path, values).get(EARLY_EXIT_FIELD, dict))
+  if ours.values.get("format") != _FORMAT:
+    raise ours.error("format", ours.values.get("format"), str(_FORMAT))
+  decoder = decoder_config(path, values)
+  size = Fields(path, values).get("draft_vocab_size", int, decoder.vocab_size)
+  with refusing(path):
+    return EarlyExitConfig(
+      decoder=decoder,
+      exit_layer=ours.get("exit_layer", int),
+      draft_vocab_size=None if size == decoder.vocab_size else size,
+    )
+
+
+def save_early_exit(path: str, adapter: EarlyExit, *, target: str = "", dtype=None) -> None:
+  """Writes an adapter, without the target's head, as a new folder.
+
+  Args:
+    path: the folder; it must not exist yet.
+    adapter: what to write.
+    target: name of the model it drafts for, kept in the config.
+    dtype: float32 or bfloat16; None keeps the adapter's own type.
+
+  Raises:
+    CheckpointError: the path exists, an unknown type, or writing failed (then nothing is left).
+  """
+  c = adapter.config
+  tensors = {
+    **vocabulary.renamed(vocabulary.parameters(adapter, dtype), early_exit_names()),
+    **vocabulary.id_tensors(adapter.ids, c.decoder.vocab_size),
+  }
+  values = {
+    **config_json(c.decoder),
+    "architectures": ["SpecjaxEarlyExit"],
+    "draft_vocab_size": c.decoder.vocab_size if c.draft_vocab_size is None else c.draft_vocab_size,
+    "base_model_name_or_path": target,
+    EARLY_EXIT_FIELD: {"format": _FORMAT, "exit_layer": c.exit_layer},
+  }
+  with new_folder(path) as work:
+    write_json(os.path.join(work, "config.json"), values)
+    safetensors.numpy.save_file(tensors, os.path.join(work, SINGLE), metadata={"format": "pt"})
