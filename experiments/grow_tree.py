@@ -52,6 +52,8 @@ def acceptance_by_rank(run: str) -> tuple[str, np.ndarray]:
     )
   known = [row for row in last["held_out"]["ranks"] if row is not None]
   kind = make_recipe(config["settings"]["--head"]).kind
+  if kind == "early_exit":
+    raise ValueError(f"--run = {run!r}: an early exit drafts chains, no trees")
   return next(drafter for drafter, taken in HEADS.items() if taken == kind), np.array(known)
 
 

@@ -45,8 +45,8 @@ HEAD_FLAG = flags.DEFINE_string(
   "medusa[heads=4,draft_vocab=8192], distilled[layers=(0,29),output=own,draft_vocab=8192,rank=128], "
   "early_exit[exit=6,draft_vocab=8192]. For all: draft_vocab (the target's most frequent tokens; all if not "
   "given), rank (of an output layer of its own), loss (cross_entropy, kl, total_variation or log_acceptance "
-  "on the target's probabilities, tokens on the text), decay (weight of depth d is decay ** d), judged (depths "
-  "of held-out acceptance).",
+  "on the target's probabilities, tokens on the text), decay (weight of depth d is decay ** d), judged "
+  "(depths of held-out acceptance).",
 )
 DATA = flags.DEFINE_list("data", [], "Folders of data sets, written by experiments.distill_data.")
 START_FROM = flags.DEFINE_string(

@@ -374,7 +374,7 @@ DRAFTERS: dict[str, DrafterCase] = {
     rules=("greedy", "traversal_verification"),
     caches=early_exit_caches,
     changes=dict(
-      control=ScriptedControl((2, 0, 1, 2, 0, 0)),
+      control=ScriptedControl((2, 0, 1, 2, 0)),
       alternatives=(early_exit_drafter(window=2, confidence=0.3),),
     ),
   ),
@@ -423,6 +423,12 @@ LONGER = {
   ("medusa_tree", "traversal_verification"),
   ("eagle3_widths", "traversal_verification"),
   ("eagle3_widths", "greedy"),
+  *(("self_speculation_prefix", rule) for rule in ("speculative_sampling", "greedy")),
+  *(("self_speculation_skips", rule) for rule in ("draw_and_follow", "block_verification")),
+  *(("self_speculation_tree", rule) for rule in ("greedy", "traversal_verification")),
+  ("self_speculation_dynamic", "greedy"),
+  *(("early_exit", rule) for rule in ANY_CHAIN),
+  *(("early_exit_widths", rule) for rule in ("greedy", "traversal_verification")),
 }
 
 

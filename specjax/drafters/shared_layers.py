@@ -108,9 +108,8 @@ class SharedLayers(TreeDrafter, abc.ABC):
     grown = self.grow(self._step(weights), start, context)
     proposal, rows = grown.proposal, grown.cache
     if self.hands_over:
-      rows = self._leaf(
-        weights, proposal.tokens, jnp.any(context.active & proposal.valid[:, -1]), rows, length
-      )
+      reached = jnp.any(context.active & proposal.valid[:, -1])
+      rows = self._leaf(weights, proposal.tokens, reached, rows, length)
       proposal = proposal.replace(hidden=rows.hidden, start_layer=self.exit)
     rows = rows.behind(length)
     return proposal, rows.own, rows.target

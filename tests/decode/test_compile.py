@@ -108,6 +108,8 @@ LONGER = (
   "eagle3_dynamic",
   "two_model_dynamic",
   "eagle3_widths",
+  "self_speculation_skips",
+  "early_exit_widths",
 )
 LOOPS += [pytest.param(name, 2, marks=pytest.mark.slow) for name in LONGER]
 

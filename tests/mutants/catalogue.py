@@ -1,6 +1,17 @@
 """All faults, in the order in which they are tried."""
 
-from tests.mutants import Mutant, around, control, core, drafting, heads, processing, rules, training
+from tests.mutants import (
+  Mutant,
+  around,
+  control,
+  core,
+  drafting,
+  heads,
+  own_layers,
+  processing,
+  rules,
+  training,
+)
 
 MUTANTS: tuple[Mutant, ...] = (
   *core.MUTANTS,
@@ -8,6 +19,7 @@ MUTANTS: tuple[Mutant, ...] = (
   *rules.MUTANTS,
   *drafting.MUTANTS,
   *heads.MUTANTS,
+  *own_layers.MUTANTS,
   *around.MUTANTS,
   *control.MUTANTS,
   *training.MUTANTS,

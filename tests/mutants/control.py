@@ -164,8 +164,8 @@ MUTANTS = (
     "plain rounds besides others",
     "a round that was verified is followed by a plain one",
     DECODE,
-    "state = _run_if(verified == 0, plain, state)",
-    "state = _run_if(verified >= 0, plain, state)",
+    "state = _run_if(verified == _NOT_YET, plain, state)",
+    "state = _run_if(verified >= _NOT_YET, plain, state)",
     (EVIDENCE, WIDTHS),
   ),
   Mutant(

@@ -28,6 +28,7 @@ RECIPES_UNDER_TEST = {
   "distilled": f"distilled[layers=(1,),draft_vocab={VOCAB},output=own,judged={STEPS}]",
   "medusa": f"medusa[heads={STEPS},draft_vocab={VOCAB},decay=0.7]",
   "eagle3": f"eagle3[steps={STEPS},tap_layers=(0,1,2),start=1,draft_vocab={VOCAB}]",
+  "early_exit": f"early_exit[exit=1,draft_vocab={VOCAB},judged={STEPS}]",
 }
 
 
@@ -109,6 +110,10 @@ def drafts(name):
   taps, _ = of_target()
   if name == "distilled":
     logits = np.asarray(jax.jit(lambda m, x: m(x, m.init_cache(*x.shape)).logits)(module, tokens))
+    return lambda i, u, d: logits[i, u + d - 1]
+  if name == "early_exit":
+    forward = jax.jit(lambda m, x: m(x, m.init_cache(*x.shape[:2])).logits)
+    logits = np.asarray(forward(module, taps[:, :, 1]))
     return lambda i, u, d: logits[i, u + d - 1]
   if name == "medusa":
     rows = jnp.take(target().head.weight[...], module.ids, axis=0)
@@ -252,6 +257,11 @@ def test_fresh_heads_start_from_the_target():
     head = make_recipe(f"eagle3[tap_layers=(0,1,2),rank={rank}]").init(target(), stats, nnx.Rngs(0))
     errors.append(float(jnp.abs(head.output(hidden) - target().unembed(hidden)).mean()))
   assert errors[0] > errors[1] > errors[2] and errors[2] < 1e-3
+  adapter = make_recipe("early_exit[exit=1,draft_vocab=20]").init(target(), stats, nnx.Rngs(0))
+  np.testing.assert_array_equal(adapter.attention.o.weight[...], target().layers[1].attention.o.weight[...])
+  exact = target().unembed(target().norm(hidden))[:, 41:]
+  np.testing.assert_allclose(adapter.unembed(hidden), exact, rtol=1e-4, atol=1e-5)
+  assert not any("rows" in name for name in Parts(adapter).params)
   started = make_recipe("eagle3[tap_layers=(0,1,2),start=1]").init(target(), stats, nnx.Rngs(0))
   layer, chosen = started.layer, target().layers[1]
   np.testing.assert_array_equal(layer.attention.o.weight[...], chosen.attention.o.weight[...])
@@ -332,6 +342,11 @@ def test_the_texts_tokens_as_labels():
     ("eagle3[tap_layers=(0,1,2),rank=33]", "rank = 33"),
     ("eagle3[tap_layers=(0,1,2),output=target,rank=3]", "output_rank = 3"),
     ("eagle3[tap_layers=(0,1,2),output=mine]", "output = 'mine'"),
+    ("early_exit", "exit = None"),
+    ("early_exit[exit=0]", "exit = 0"),
+    ("early_exit[exit=2]", r"exit = 2; it must be in \[1, 1\]"),
+    ("early_exit[exit=1,rank=3]", "rank = 3"),
+    ("early_exit[exit=1,draft_vocab=62]", "draft_vocab = 62"),
   ],
 )
 def test_options_that_do_not_fit(text, words):
