@@ -16,13 +16,16 @@ from tests import contract
 
 @dataclasses.dataclass(frozen=True)
 class Odd(StatelessDrafter):
-  """Announces a chain of one draft and proposes ``parents``, ``kind`` and the id ``token``."""
+  """Announces a chain of one draft and proposes ``parents``, ``kind`` and the id ``token``; ``begun`` layers
+  have run over ``states`` nodes."""
 
   parents: tuple[int, ...] = (-1, 0)
   proposes: str = "deterministic"
   kind: str = "deterministic"
   token: int = 0
   announced: tuple[int, ...] = (-1, 0)
+  begun: int = 0
+  states: int = 0
 
   name: ClassVar[str] = "odd"
 
@@ -36,9 +39,11 @@ class Odd(StatelessDrafter):
     q = (
       None if self.proposes == "deterministic" else jnp.ones((*tokens.shape, contract.VOCAB)) / contract.VOCAB
     )
+    hidden = jnp.zeros((len(tokens), self.states, 32)) if self.states else None
+    handed = dict(hidden=hidden, start_layer=self.begun)
     tree = TokenTree(self.parents)
     return (
-      Proposal(tokens, jnp.ones_like(tokens, bool), q, tree=tree, kind=self.proposes),
+      Proposal(tokens, jnp.ones_like(tokens, bool), q, tree=tree, kind=self.proposes, **handed),
       state,
       target_cache,
     )
@@ -56,6 +61,21 @@ def test_proposals_must_be_what_was_announced():
     draft(Odd(parents=(-1, 0, 0)))
   with pytest.raises(ValueError, match="proposes sampled drafts; it announced deterministic"):
     draft(Odd(proposes="sampled"))
+
+
+@pytest.mark.parametrize(("begun", "states"), ((1, 0), (0, 2), (1, 1)))
+def test_layers_that_were_run_are_those_of_all_nodes(begun, states):
+  """Before anything compiles. Fails when verification begins late with nothing to begin from."""
+  config, weights = (
+    contract.config(Odd(begun=begun, states=states), "greedy"),
+    decode.Weights(contract.target()),
+  )
+  state = decode.init_state(weights, config, 1)
+  found = "None" if not states else r"\(1, \d\)"
+  with pytest.raises(
+    ValueError, match=f"odd proposes hidden states of {found} nodes with start_layer = {begun}"
+  ):
+    decode.draft_step(weights, state, config)
 
 
 def test_what_hangs_below_an_invalid_node_is_not_proposed():
