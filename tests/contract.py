@@ -424,7 +424,7 @@ LONGER = {
   ("eagle3_widths", "traversal_verification"),
   ("eagle3_widths", "greedy"),
   *(("self_speculation_prefix", rule) for rule in ("speculative_sampling", "greedy")),
-  *(("self_speculation_skips", rule) for rule in ("draw_and_follow", "block_verification")),
+  *(("self_speculation_skips", rule) for rule in ("draw_and_follow", "block_verification", "greedy")),
   *(("self_speculation_tree", rule) for rule in ("greedy", "traversal_verification")),
   ("self_speculation_dynamic", "greedy"),
   *(("early_exit", rule) for rule in ANY_CHAIN),

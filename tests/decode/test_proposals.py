@@ -66,15 +66,11 @@ def test_proposals_must_be_what_was_announced():
 @pytest.mark.parametrize(("begun", "states"), ((1, 0), (0, 2), (1, 1)))
 def test_layers_that_were_run_are_those_of_all_nodes(begun, states):
   """Before anything compiles. Fails when verification begins late with nothing to begin from."""
-  config, weights = (
-    contract.config(Odd(begun=begun, states=states), "greedy"),
-    decode.Weights(contract.target()),
-  )
+  config = contract.config(Odd(begun=begun, states=states), "greedy")
+  weights = decode.Weights(contract.target())
   state = decode.init_state(weights, config, 1)
-  found = "None" if not states else r"\(1, \d\)"
-  with pytest.raises(
-    ValueError, match=f"odd proposes hidden states of {found} nodes with start_layer = {begun}"
-  ):
+  found = r"\(1, \d\)" if states else "None"
+  with pytest.raises(ValueError, match=f"hidden states of {found} nodes with start_layer = {begun}"):
     decode.draft_step(weights, state, config)
 
 
