@@ -159,6 +159,8 @@ BAD = {
     "medusa[heads=x]|medusa: heads",
     "medusa[colour=1]|colour",
     "medusa[loss=l2]|medusa: loss",
+    "early_exit|early_exit: exit = None",
+    "early_exit[exit=2,rank=8]|early_exit: rank = 8",
   ),
   "data": ("|--data is empty", "nowhere|nowhere: no manifest.json"),
   "output": ("|--output is empty",),
