@@ -81,7 +81,10 @@ def test_round_trips_keep_every_bit(tmp_path, target, ids, dtype, changes):
     ({"num_hidden_layers": 2}, "num_layers = 2; it must be 1"),
     ({"specjax_early_exit": {"format": 2}}, "format = 2 is not supported; supported: 1"),
     ({"specjax_early_exit": {"format": 1}}, "specjax_early_exit: field exit_layer is missing"),
-    ({"specjax_early_exit": {"format": 1, "exit_layer": 0}}, "exit_layer = 0; it must be an integer >= 1"),
+    (
+      {"specjax_early_exit": {"format": 1, "exit_layer": 0}},
+      "exit_layer = 0; it must be an integer of at least 1",
+    ),
     ({"specjax_early_exit": {"format": 1, "exit_layer": 2}}, r"exit_layer = 2; it must be in \[1, 1\]"),
     ({"specjax_early_exit": 1}, "specjax_early_exit = 1; it must be of type dict"),
   ],

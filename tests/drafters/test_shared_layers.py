@@ -274,7 +274,7 @@ def test_bad_options_name_themselves(name, options, words):
 
 
 def test_weights_of_another_exit_are_refused():
-  with pytest.raises(ValueError, match="exit = 2; 1 layers of the draft are whole"):
+  with pytest.raises(ValueError, match="exit = 2; the draft has 1 whole layers"):
     make_drafter("self_speculation", window=WINDOW, exit=2, **SIZES).init(weights_of("middle"), 1, SLOTS)
   with pytest.raises(ValueError, match="exit = 1; the adapter was trained behind 2 layers, 2 are given"):
     make_drafter("early_exit", window=WINDOW, exit=1, **SIZES).init(weights_of("early_exit"), 1, SLOTS)

@@ -20,7 +20,7 @@ from tests.experiments.tiny import parsed, run_script
 from tests.training.texts import random_texts
 
 LENGTHS = [9, 12, 7]
-PLAN = search_skips.Plan(evaluations=40, tokens=64, changes=3, window=4, seed=1)
+PLAN = search_skips.Plan(evaluations=60, tokens=64, changes=3, window=4, seed=1)
 
 
 def said_by_hand(model, text, place, skips):
@@ -55,8 +55,9 @@ def test_agreement_is_that_of_the_draft_behind_the_targets_rows():
 
 
 def judged(skipped):
-  """A made-up law: sublayers of higher numbers do less harm."""
-  return max(0.0, 1 - sum(0.3 / (1 + i) for i in skipped))
+  """A made-up law: sublayers of higher numbers do less harm, both of a layer more than each."""
+  both = len(skipped) - len({i // 2 for i in skipped})
+  return max(0.0, 1 - sum(0.3 / (1 + i) for i in skipped) - 0.2 * both)
 
 
 def rows_until(count, plan=PLAN, layers=5):
@@ -79,9 +80,9 @@ def test_sets_come_in_order_and_get_better():
     best = max(rows[:number], key=lambda row: row["speedup"])["skipped"]
     assert 1 <= len(set(best) ^ set(rows[number]["skipped"])) <= PLAN.changes
     assert rows[number]["skipped"] not in [row["skipped"] for row in rows[:number]]
-  assert max(row["speedup"] for row in rows[19:]) >= max(row["speedup"] for row in rows[:19])
+  assert max(row["speedup"] for row in rows[19:]) > 1.03 * max(row["speedup"] for row in rows[:19])
   assert rows == [*rows_until(25), *rows[25:]]  # the same from wherever it goes on
-  assert rows != rows_until(99, search_skips.Plan(40, 64, 3, 4, seed=2))
+  assert rows != rows_until(99, search_skips.Plan(60, 64, 3, 4, seed=2))
 
 
 def test_speedups_follow_from_bytes_and_acceptance():
