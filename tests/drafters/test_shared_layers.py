@@ -169,11 +169,8 @@ def without_first_layer(model):
   return rest
 
 
-@pytest.mark.parametrize(
-  ("confidence", "control"),
-  [(0.0, None), pytest.param(1.0, Fixed(), marks=pytest.mark.slow)],
-  ids=("drafting", "silent"),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("confidence", "control"), [(0.0, None), (1.0, Fixed())], ids=("drafting", "silent"))
 def test_what_drafted_is_not_run_again(confidence, control):
   """Rounds whose target lacks the layers that drafted say plain's text; so do those in which the draft was
   too unsure to propose anything, which run over the roots alone.

@@ -11,8 +11,16 @@ from flax import nnx
 from experiments import calibrate, generate, loops, measure, results, runtime
 from experiments import heads as trained
 from experiments.methods import parse_method
-from specjax.checkpoints import load_model, save_draft, save_eagle3, save_medusa, shipped
-from specjax.models import DraftConfig, DraftDecoder, Eagle3, MedusaConfig, MedusaHeads
+from specjax.checkpoints import load_model, save_draft, save_eagle3, save_early_exit, save_medusa, shipped
+from specjax.models import (
+  DraftConfig,
+  DraftDecoder,
+  Eagle3,
+  EarlyExit,
+  EarlyExitConfig,
+  MedusaConfig,
+  MedusaHeads,
+)
 from tests import heads
 from tests.experiments.test_bad_flags import error_of
 from tests.experiments.tiny import VOCAB, parsed, run_script
@@ -25,10 +33,12 @@ def folders(models, tmp_path_factory):
   """A folder of each kind, for the tiny target."""
   target, rngs = load_model(models[0]).model, nnx.Rngs(0)
   of = str(tmp_path_factory.mktemp("heads"))
-  paths = {kind: os.path.join(of, kind) for kind in ("eagle3", "medusa", "draft", "other")}
+  paths = {kind: os.path.join(of, kind) for kind in ("eagle3", "medusa", "draft", "early_exit", "other")}
   config = heads.eagle3_config(target.config, IDS)
   save_eagle3(paths["eagle3"], Eagle3(config, ids=IDS, dtype=jnp.float32, rngs=rngs))
   save_eagle3(paths["other"], Eagle3(config, ids=IDS, dtype=jnp.float32, rngs=rngs))
+  config = EarlyExitConfig(target.config.replace(num_layers=1), 1, draft_vocab_size=len(IDS))
+  save_early_exit(paths["early_exit"], EarlyExit(config, target, ids=IDS, dtype=jnp.float32, rngs=rngs))
   config = MedusaConfig(target.config.d_model, VOCAB, 3)
   save_medusa(paths["medusa"], MedusaHeads(config, dtype=jnp.float32, rngs=rngs))
   config = DraftConfig(target.config.replace(num_layers=1, max_length=256), draft_vocab_size=len(IDS))
@@ -43,9 +53,10 @@ def flags_of(models, folders, *kinds):
 def test_each_drafter_gets_its_head(models, folders):
   """All kinds in one run. Fails when a head goes to another drafter, or a shape does not come from it."""
   names = ["adaptive[of=eagle3]", "adaptive[of=medusa]", "two_model", "none", "prompt_lookup"]
-  with parsed(*flags_of(models, folders, "eagle3", "medusa", "draft")):
+  names += ["adaptive[of=early_exit[confidence=0.4]]"]
+  with parsed(*flags_of(models, folders, "eagle3", "medusa", "draft", "early_exit")):
     job = runtime.load_job(names)
-    eagle3, medusa, two_model, plain, lookup = (runtime.make_method(job, name, 128) for name in names)
+    eagle3, medusa, two_model, plain, lookup, early = (runtime.make_method(job, name, 128) for name in names)
     sampled = parse_method("eagle3[nodes=8,beam=3]")
     assert sampled.takes_window and not parse_method("medusa[tree=((0,),)]").takes_window
   weights, drafters = eagle3.weights.drafter, eagle3.config.drafters
@@ -60,6 +71,10 @@ def test_each_drafter_gets_its_head(models, folders):
   assert isinstance(two_model.weights.drafter, DraftDecoder) and two_model.config.drafter.max_length == 256
   assert plain.weights.drafter is None is lookup.weights.drafter
   assert eagle3.beliefs.startswith("assumed")
+  (short, long), weights = early.config.drafters, early.weights.drafter
+  assert (short.exit, short.taps, short.confidence) == (1, (1,), 0.4) and early.window == long.tree.max_depth
+  assert weights.layers.config.num_layers == 1
+  assert weights.layers.embed[...] is job.target.model.embed[...]
 
 
 def test_dynamic_trees_are_deterministic_at_any_temperature(models, folders):
