@@ -3,6 +3,8 @@
 The target's layers are frozen, and so is its head; the paper's loss is cross-entropy on the target's
 probabilities. What the adapter says at a place depends on the hidden states of the text up to there alone, so
 it is the same at every depth of a chain: one depth is trained, and `judged` ones follow from it.
+
+Recorded are the hidden states of `features.usual_taps`; behind other layers they are computed batch by batch.
 """
 
 from __future__ import annotations
