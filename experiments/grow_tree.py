@@ -34,7 +34,7 @@ MOST_NODES = flags.DEFINE_integer("most_nodes", 16, "Nodes of the largest tree, 
 AT_LIVE = flags.DEFINE_integer("at_live", 256, "Tokens of the text at which rounds are priced.", 1)
 
 # A draft whose levels are forwards of their own costs by depth, the other at once.
-_BY_DEPTH = frozenset({"eagle3", "two_model"})
+_BY_DEPTH = frozenset({"eagle", "eagle3", "two_model"})
 
 
 def acceptance_by_rank(run: str) -> tuple[str, np.ndarray]:

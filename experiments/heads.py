@@ -16,7 +16,7 @@ from experiments.methods import MethodText
 from specjax.base import Trees
 from specjax.checkpoints import DraftHead, LoadedModel, load_head, load_skips
 from specjax.drafters import EagleWeights, EarlyExitWeights, MedusaWeights
-from specjax.models import Decoder, DraftDecoder, TokenMap, output_rows, skipping, truncated
+from specjax.models import Decoder, DraftDecoder, FeatureHead, TokenMap, output_rows, skipping, truncated
 from specjax.models.sharding import shard_model
 
 # What a step of a drafter without weights is taken to cost, in plain rounds, where it was not measured.
@@ -49,7 +49,9 @@ def check_sources(
     if method.needs_head and not paths:
       raise ValueError(f"drafter {method.drafter} needs --drafter_path")
   if paths and not any(method.head for method in methods):
-    raise ValueError(f"--drafter_path is not used by {', '.join(drafters)}; pass --drafter=eagle3 or medusa")
+    raise ValueError(
+      f"--drafter_path is not used by {', '.join(drafters)}; pass --drafter=eagle, eagle3 or medusa"
+    )
 
 
 def load(paths: Sequence[str], target: LoadedModel, dtype: Any, mesh: Mesh | None) -> dict[str, DraftHead]:
@@ -99,14 +101,14 @@ def _on_mesh(head: DraftHead, mesh: Mesh) -> DraftHead:
   if isinstance(head.module, DraftDecoder):
     return dataclasses.replace(head, module=shard_model(head.module, mesh))
   module = jax.device_put(head.module, NamedSharding(mesh, PartitionSpec()))
-  if head.kind in ("eagle3", "early_exit"):
+  if isinstance(module, FeatureHead) or head.kind == "early_exit":
     module.mesh = mesh  # its attention is cut over rows and heads
   return dataclasses.replace(head, module=module)
 
 
 def weights(head: DraftHead, target: Decoder) -> Any:
   """What the head's drafter takes, with the arrays of the target that it reads."""
-  if head.kind == "eagle3":
+  if isinstance(head.module, FeatureHead):
     return EagleWeights(head.module, target.embed[...])
   if head.kind == "medusa":
     rows = output_rows(target, head.module.ids) if head.config.output == "target" else None

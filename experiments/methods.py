@@ -28,17 +28,24 @@ WIDTHS = {
     "prompt_lookup[matches=4,nodes=8,window=5]",
   ),
   "two_model": ("two_model[window=3]", "two_model[window=7]", "two_model[branching=(2,),window=3]"),
+  "eagle": ("eagle[window=3]", "eagle[window=7]", "eagle[nodes=8,beam=3,window=4]"),
   "eagle3": ("eagle3[window=3]", "eagle3[window=7]", "eagle3[nodes=8,beam=3,window=4]"),
   "medusa": ("medusa[window=3]", "medusa[tree=((0,),(1,),(2,),(0,0),(0,1),(1,0),(0,0,0))]"),
   "self_speculation": ("self_speculation[window=3]", "self_speculation[window=7]"),
   "early_exit": ("early_exit[window=3]", "early_exit[window=7]"),
 }
 # The kind of trained head that a drafter runs with, see `checkpoints.load_head`.
-HEADS = {"eagle3": "eagle3", "medusa": "medusa", "two_model": "draft", "early_exit": "early_exit"}
+HEADS = {
+  "eagle": "eagle",
+  "eagle3": "eagle3",
+  "medusa": "medusa",
+  "two_model": "draft",
+  "early_exit": "early_exit",
+}
 # Options of `self_speculation`: which of the target's layers draft. One of them is given.
 _OWN = ("layers", "skips")
 # Options that say what shape a draft has.
-_SHAPE = frozenset({"window", "branching", "matches", "nodes", "beam", "tree"})
+_SHAPE = frozenset({"window", "branching", "matches", "nodes", "beam", "expand", "rerank", "tree"})
 
 
 @dataclasses.dataclass(frozen=True)

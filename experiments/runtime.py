@@ -34,13 +34,16 @@ from specjax.verify import make_rule
 DEFAULT_WINDOWS = {
   "prompt_lookup": 7,
   "two_model": 4,
+  "eagle": 3,
   "eagle3": 3,
   "medusa": 3,
   "self_speculation": 4,
   "early_exit": 4,
 }
+# Drafters that run a head on the target's features.
+_ON_FEATURES = frozenset({"eagle", "eagle3"})
 # Drafters whose drafts are drawn from a distribution, or the most likely.
-_GROWING = frozenset({"two_model", "eagle3", "self_speculation", "early_exit"})
+_GROWING = _ON_FEATURES | {"two_model", "self_speculation", "early_exit"}
 # Drafters that often propose nothing; such a round then runs the target over the roots alone.
 _OFTEN_SILENT = frozenset({"prompt_lookup"})
 # Limits are rounded up to this, so that prompts of about one length share a compiled program.
@@ -290,8 +293,8 @@ def _make_drafter(job: Job, text: str, shared_layers: Mapping[str, Any]) -> Draf
       policy=("top_k" if likeliest else "sample") if policy == "auto" else policy,
       implementation=shared.ATTENTION.value,
     )
-  if name == "eagle3":
-    options |= dict(taps=job.heads["eagle3"].config.tap_layers)
+  if name in _ON_FEATURES:
+    options |= dict(taps=job.heads[HEADS[name]].config.tap_layers)
   if name == "early_exit":
     options |= dict(exit=job.heads["early_exit"].config.exit_layer)
   if shared_layers:

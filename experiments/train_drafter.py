@@ -42,6 +42,7 @@ HEAD_FLAG = flags.DEFINE_string(
   "head",
   "",
   f"What to train: one of {', '.join(RECIPES)}, options in brackets: eagle3[steps=4,draft_vocab=8192], "
+  "eagle[start=28,draft_vocab=8192], "
   "medusa[heads=4,draft_vocab=8192], distilled[layers=(0,29),output=own,draft_vocab=8192,rank=128], "
   "early_exit[exit=6,draft_vocab=8192]. For all: draft_vocab (the target's most frequent tokens; all if not "
   "given), rank (of an output layer of its own), loss (cross_entropy, kl, total_variation or log_acceptance "

@@ -134,6 +134,21 @@ def eagle3_caches(state):
   return {"head": (heads.EagleRows(target(), eagle3_weights()), state.cache)}
 
 
+@functools.cache
+def eagle1_weights():
+  """Often right on the plain texts, which its feed-forward is fitted to."""
+  return heads.eagle1(target(), plain_texts(), plain_lengths())
+
+
+def eagle1(window=WINDOW, **options):
+  sizes = dict(vocab_size=VOCAB, num_real_tokens=VOCAB, max_length=512, taps=(2,))
+  return make_drafter("eagle", window=window, **sizes, **options), eagle1_weights()
+
+
+def eagle1_caches(state):
+  return {"head": (heads.EagleRows(target(), eagle1_weights()), state.cache)}
+
+
 def medusa(**shape):
   sizes = dict(vocab_size=VOCAB, num_real_tokens=VOCAB, num_heads=3, taps=(2,))
   weights = heads.medusa(target(), plain_texts(), plain_lengths())
@@ -321,6 +336,23 @@ DRAFTERS: dict[str, DrafterCase] = {
     rules=("speculative_sampling", "greedy"),
     caches=lambda state: {"draft": (reduced_draft(), state.cache)},
   ),
+  "eagle_chain_sample": DrafterCase(
+    lambda: eagle1(policy="sample"), rules=(*ANY_CHAIN, "block_verification"), deep=True, caches=eagle1_caches
+  ),
+  "eagle_tree_distinct": DrafterCase(
+    lambda: eagle1(branching=(2, 2), policy="sample_without_replacement"),
+    rules=("draw_and_follow", *TREE_RULES),
+    caches=eagle1_caches,
+  ),
+  # EAGLE-2, and its ablations.
+  "eagle_dynamic": DrafterCase(
+    lambda: eagle1(nodes=7, beam=3), rules=("greedy", "draw_and_follow"), deep=True, caches=eagle1_caches
+  ),
+  "eagle_dynamic_ablated": DrafterCase(
+    lambda: eagle1(nodes=7, beam=2, expand="confidence", rerank=False),
+    rules=("greedy", "draw_and_follow"),
+    caches=eagle1_caches,
+  ),
   "eagle3_chain_sample": DrafterCase(
     lambda: eagle3(policy="sample"), rules=(*ANY_CHAIN, "block_verification"), deep=True, caches=eagle3_caches
   ),
@@ -416,6 +448,10 @@ LONGER = {
   ("prompt_lookup_tree", "recursive_rejection"),
   ("two_model_draft_vocabulary", "greedy"),
   ("two_model_draft_vocabulary", "speculative_sampling"),
+  *(("eagle_chain_sample", rule) for rule in ANY_CHAIN),
+  *(("eagle_tree_distinct", rule) for rule in ("draw_and_follow", *TREE_RULES)),
+  *(("eagle_dynamic", rule) for rule in ("greedy", "draw_and_follow")),
+  *(("eagle_dynamic_ablated", rule) for rule in ("greedy", "draw_and_follow")),
   *(("eagle3_chain_sample", rule) for rule in (*ANY_CHAIN[:2], "speculative_sampling")),
   *(("eagle3_tree_top_k", rule) for rule in ("greedy", "draw_and_follow", "recursive_rejection")),
   *(("eagle3_dynamic", rule) for rule in ("greedy", "draw_and_follow")),

@@ -17,6 +17,8 @@ from specjax.models import (
   DecoderConfig,
   DraftConfig,
   DraftDecoder,
+  Eagle1,
+  Eagle1Config,
   Eagle3,
   Eagle3Config,
   EarlyExit,
@@ -44,6 +46,11 @@ def eagle3_config(target: DecoderConfig, ids=None) -> Eagle3Config:
   )
   size = None if ids is None else len(ids)
   return Eagle3Config(decoder, target.d_model, TAPS, draft_vocab_size=size)
+
+
+def eagle1_config(target: DecoderConfig, ids=None, d_ff=64) -> Eagle1Config:
+  decoder = target.replace(num_layers=1, d_ff=d_ff, num_heads=2, num_kv_heads=1, head_dim=6, rope_base=500.0)
+  return Eagle1Config(decoder, target.num_layers, draft_vocab_size=None if ids is None else len(ids))
 
 
 @jax.jit
@@ -79,6 +86,23 @@ def eagle3(target: Decoder, texts: np.ndarray, lengths, *, ids=None, seed: int =
       said.append(texts[row, rows + 2])
     features = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
   head.output.weight = nnx.Param(_fitted(inputs, said, target.config.vocab_size, ids))
+  return EagleWeights(head, embed)
+
+
+def eagle1(target: Decoder, texts: np.ndarray, lengths, *, d_ff: int = 128) -> EagleWeights:
+  """A random head whose feed-forward's last matrix is fitted to the target's next features in the texts."""
+  head = Eagle1(eagle1_config(target.config, d_ff=d_ff), target, dtype=jnp.float32, rngs=nnx.Rngs(3))
+  ff, tokens, embed = head.layer.ff, jnp.asarray(texts), target.embed[...]
+  features = head.fuse(_taps(target, tokens)[:, :, -1:])
+  ff.down.weight = nnx.Param(0 * ff.down.weight[...])
+  residual = _recurred(head, embed, tokens, features)
+  normed = head.layer.ff_norm(residual)
+  inner = np.asarray(jax.nn.silu(ff.gate(normed)) * ff.up(normed), np.float64)
+  missing = np.asarray(features[:, 1:] - residual[:, :-1], np.float64)
+  rows = [(row, slice(0, length - 2)) for row, length in enumerate(lengths)]
+  x, y = (np.concatenate([of[at] for at in rows]) for of in (inner, missing))
+  fitted = np.linalg.solve(x.T @ x + 1e-4 * np.eye(d_ff), x.T @ y).T
+  ff.down.weight = nnx.Param(jnp.asarray(fitted, jnp.float32))
   return EagleWeights(head, embed)
 
 
@@ -139,7 +163,7 @@ class Reduced:
 
 @flax.struct.dataclass
 class EagleRows:
-  """Stands for a model whose cache rows are the head's, from the target's own features: see `fresh_cache`."""
+  """Stands for a model whose cache rows are a head's, from the target's own features: see `fresh_cache`."""
 
   target: Decoder
   weights: EagleWeights
@@ -149,7 +173,8 @@ class EagleRows:
 
   def __call__(self, tokens, cache, *, logits=False) -> ModelOutput:
     head, embed = self.weights.head, self.weights.embed
-    taps = self.target(tokens, self.target.init_cache(*tokens.shape), taps=TAPS, logits=False).taps
+    taps = head.config.tap_layers
+    taps = self.target(tokens, self.target.init_cache(*tokens.shape), taps=taps, logits=False).taps
     # The last row lacks its token: it is never a valid one.
     following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
     embeddings = jnp.take(embed, following, axis=0, mode="clip")

@@ -228,7 +228,10 @@ def test_invalid_drafts_are_never_accepted(name):
 
 @pytest.mark.parametrize(
   "name",
-  [pytest.param(name, marks=pytest.mark.slow) if name in ("eagle3", "medusa") else name for name in DRAFTERS],
+  [
+    pytest.param(name, marks=pytest.mark.slow) if name in ("eagle", "eagle3", "medusa") else name
+    for name in DRAFTERS
+  ],
 )
 def test_q6_every_drafter_runs_as_it_comes(name):
   """With no option but what models must say about themselves."""
@@ -236,6 +239,7 @@ def test_q6_every_drafter_runs_as_it_comes(name):
   sizes = dict(vocab_size=V, num_real_tokens=V)
   options, draft = {
     "two_model": (dict(window=4, max_length=99, **sizes), contract.draft()),
+    "eagle": (dict(window=4, max_length=99, taps=(2,), **sizes), contract.eagle1_weights()),
     "eagle3": (dict(window=4, max_length=99, taps=heads.TAPS, **sizes), contract.eagle3_weights()),
     "medusa": (dict(window=3, num_heads=3, taps=(2,), **sizes), contract.medusa(window=1)[1]),
   }.get(name, ({}, None))

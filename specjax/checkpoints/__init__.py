@@ -1,6 +1,7 @@
 """Model sources, checkpoint formats and tokenizers."""
 
 from specjax.checkpoints.draft_files import save_draft
+from specjax.checkpoints.eagle1_files import save_eagle1
 from specjax.checkpoints.eagle_files import save_eagle3
 from specjax.checkpoints.early_exit_files import save_early_exit
 from specjax.checkpoints.files import CheckpointError
@@ -25,6 +26,7 @@ __all__ = [
   "load_tokenizer",
   "read_description",
   "save_draft",
+  "save_eagle1",
   "save_eagle3",
   "save_early_exit",
   "save_hf",

@@ -12,7 +12,8 @@ Which layers are tapped, as inputs of the target's layers from 0:
 * neither: 2, L // 2 and L - 3 of a target of L layers (output 1, L // 2 - 1, L - 4).
 
 Fields and tensors of our own, written only where they are needed (a reader that does not know them refuses
-the file or, for ``tap_layers``, must be told): in the layout ``eagle`` always ``tap_layers`` (inputs);
+the file or, for ``tap_layers``, must be told): in the layout ``eagle`` always ``tap_layers`` (inputs; any
+number of them);
 ``lm_head.{up,down}.weight`` for a factored output layer; ``output``, which is ``target`` where the output
 layer is the target's rows behind ``lm_head.readout.weight [D, D]``, and then no ``lm_head.weight``.
 """
@@ -35,7 +36,7 @@ from specjax.checkpoints.hf_save import config_json
 from specjax.checkpoints.names import eagle3_names
 from specjax.checkpoints.sources import LoadedModel
 from specjax.models import Eagle3, Eagle3Config, default_tap_layers, output_rows
-from specjax.models.eagle import NUM_TAPS
+from specjax.models.eagle3 import NUM_TAPS
 
 Layout = Literal["eagle", "speculators"]
 LAYER_NAMES = {"eagle": "midlayer", "speculators": "layers.0"}
@@ -73,7 +74,7 @@ def load_eagle3(
     config.check_target(target.config)
   size = config.decoder.vocab_size if config.draft_vocab_size is None else config.draft_vocab_size
   ids = vocabulary.take_ids(tensors, size, config.decoder.vocab_size, folder)
-  _check_embedding(tensors, target, folder)
+  take_embedding(tensors, target, folder)
   rows = output_rows(target.model, ids).astype(dtype) if config.output == "target" else None
   return fill_module(
     lambda: Eagle3(config, ids=ids, rows=rows, dtype=dtype, rngs=OneKey()),
@@ -118,8 +119,9 @@ def _tap_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
     if layers is None:
       continue
     whole = isinstance(layers, list) and all(isinstance(i, int) for i in layers)
-    if not whole or len(layers) != NUM_TAPS:
-      raise CheckpointError(f"{where.path}: {name} = {layers!r}; it must be a list of {NUM_TAPS} layers")
+    if not whole or (name == _TAPS and len(layers) != NUM_TAPS):
+      count = f"{NUM_TAPS} layers" if name == _TAPS else "layers"
+      raise CheckpointError(f"{where.path}: {name} = {layers!r}; it must be a list of {count}")
     found[f"{where.path}: {name}"] = tuple(i + add for i in layers)
   if not found:
     return default_tap_layers(num_layers)
@@ -129,8 +131,12 @@ def _tap_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
   return next(iter(found.values()))
 
 
-def _check_embedding(tensors: dict[str, StoredTensor], target: LoadedModel, folder: str) -> None:
-  """Takes a copy of the target's embedding out of ``tensors``; a head with another one is refused."""
+def take_embedding(tensors: dict[str, StoredTensor], target: LoadedModel, folder: str) -> None:
+  """Takes a copy of the target's embedding out of ``tensors``, if there is one.
+
+  Raises:
+    CheckpointError: the head has another embedding.
+  """
   stored = tensors.pop(_EMBEDDING, None)
   if stored is None:
     return

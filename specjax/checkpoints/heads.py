@@ -1,8 +1,8 @@
 """One way in: a folder with a trained draft head → the head, checked against its target.
 
-Layouts: Medusa (`medusa_files`), EAGLE-3 of its authors and of speculators (`eagle_files`), a distilled draft
-decoder (`draft_files`), the adapter of an early exit (`early_exit_files`). Which one a folder holds is seen
-by its files, its config and its tensors' names.
+Layouts: Medusa (`medusa_files`), EAGLE-1 and EAGLE-2 (`eagle1_files`), EAGLE-3 of its authors and of
+speculators (`eagle_files`), a distilled draft decoder (`draft_files`), the adapter of an early exit
+(`early_exit_files`). Which one a folder holds is seen by its files, its config and its tensors' names.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from specjax.checkpoints import draft_vocabulary as vocabulary
 from specjax.checkpoints.draft_files import DRAFT_FIELD, load_draft
+from specjax.checkpoints.eagle1_files import is_eagle1, load_eagle1
 from specjax.checkpoints.eagle_files import LAYER_NAMES, load_eagle3
 from specjax.checkpoints.early_exit_files import EARLY_EXIT_FIELD, load_early_exit
 from specjax.checkpoints.files import CheckpointError, read_json
@@ -26,6 +27,8 @@ from specjax.checkpoints.sources import LoadedModel
 from specjax.models import (
   DraftConfig,
   DraftDecoder,
+  Eagle1,
+  Eagle1Config,
   Eagle3,
   Eagle3Config,
   EarlyExit,
@@ -48,9 +51,9 @@ class DraftHead:
     source: the folder it was loaded from.
   """
 
-  kind: Literal["medusa", "eagle3", "draft", "early_exit"]
-  module: MedusaHeads | Eagle3 | DraftDecoder | EarlyExit
-  config: MedusaConfig | Eagle3Config | DraftConfig | EarlyExitConfig
+  kind: Literal["medusa", "eagle", "eagle3", "draft", "early_exit"]
+  module: MedusaHeads | Eagle1 | Eagle3 | DraftDecoder | EarlyExit
+  config: MedusaConfig | Eagle1Config | Eagle3Config | DraftConfig | EarlyExitConfig
   source: str
 
 
@@ -59,8 +62,9 @@ def load_head(path: str, target: LoadedModel, *, dtype=jnp.float32) -> DraftHead
 
   Args:
     path: a folder with ``medusa_lm_head.safetensors`` or ``medusa_lm_head.pt``; or with ``config.json`` and
-      ``model.safetensors`` (or its index, or ``pytorch_model.bin``) of an EAGLE-3 head, in its authors'
-      layout or speculators'; or written by `save_draft`. PyTorch's own files need the extra ``torch``.
+      ``model.safetensors`` (or its index, or ``pytorch_model.bin``) of an EAGLE-1 or EAGLE-2 head, or an
+      EAGLE-3 head in its authors' layout or speculators'; or written by `save_draft`. PyTorch's own files
+      need the extra ``torch``.
     target: what it drafts for; its widths, vocabulary and layers are checked, and a head may share its
       arrays.
     dtype: type of the parameters.
@@ -81,6 +85,9 @@ def load_head(path: str, target: LoadedModel, *, dtype=jnp.float32) -> DraftHead
   if EARLY_EXIT_FIELD in values:
     adapter = load_early_exit(path, values, tensors, target, dtype=dtype)
     return DraftHead("early_exit", adapter, adapter.config, path)
+  if is_eagle1(values, tensors):
+    head = load_eagle1(path, values, tensors, target, dtype=dtype)
+    return DraftHead("eagle", head, head.config, path)
   head = load_eagle3(path, _eagle3_layout(path, values, tensors), values, tensors, target, dtype=dtype)
   return DraftHead("eagle3", head, head.config, path)
 
@@ -102,10 +109,8 @@ def _eagle3_layout(folder: str, values: dict[str, Any], tensors: dict[str, Store
     return layout
   if any(name.startswith("medusa_head.") for name in tensors):
     raise CheckpointError(f"{folder}: a whole model of Medusa-2; only the heads of Medusa-1 are supported")
-  if "fc.weight" in tensors and "norm.weight" not in tensors:
-    raise CheckpointError(f"{folder}: an EAGLE-1 or EAGLE-2 head (no norm.weight); EAGLE-3 is supported")
   raise CheckpointError(
-    f"{folder}: not a known draft head; known: Medusa (medusa_lm_head.*), EAGLE-3 (midlayer.*), speculators' "
-    "EAGLE-3 (speculators_model_type, layers.0.*), a draft decoder written by save_draft, and an early exit "
-    "written by save_early_exit"
+    f"{folder}: not a known draft head; known: Medusa (medusa_lm_head.*), EAGLE-1 and EAGLE-2 (fc, "
+    "layers.0.*, no norm), EAGLE-3 (midlayer.*), speculators' EAGLE-3 (speculators_model_type, layers.0.*), "
+    "a draft decoder written by save_draft, and an early exit written by save_early_exit"
   )

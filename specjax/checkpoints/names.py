@@ -94,6 +94,26 @@ _EARLY_EXIT = {
   "d2t": "token_map",
 }
 
+# Of an EAGLE-1 head. The layer has no norm before its attention.
+_EAGLE1 = {
+  "fc.weight": "fc.weight",
+  "fc.bias": "fc.bias",
+  "layers.0.self_attn.q_proj.weight": "layer.attention.q.weight",
+  "layers.0.self_attn.q_proj.bias": "layer.attention.q.bias",
+  "layers.0.self_attn.k_proj.weight": "layer.attention.k.weight",
+  "layers.0.self_attn.k_proj.bias": "layer.attention.k.bias",
+  "layers.0.self_attn.v_proj.weight": "layer.attention.v.weight",
+  "layers.0.self_attn.v_proj.bias": "layer.attention.v.bias",
+  "layers.0.self_attn.o_proj.weight": "layer.attention.o.weight",
+  "layers.0.self_attn.q_norm.weight": "layer.attention.q_norm.weight",
+  "layers.0.self_attn.k_norm.weight": "layer.attention.k_norm.weight",
+  "layers.0.post_attention_layernorm.weight": "layer.ff_norm.weight",
+  "layers.0.mlp.gate_proj.weight": "layer.ff.gate.weight",
+  "layers.0.mlp.up_proj.weight": "layer.ff.up.weight",
+  "layers.0.mlp.down_proj.weight": "layer.ff.down.weight",
+  "d2t": "output.token_map",
+}
+
 
 def _expand(table: dict[str, str], num_layers: int) -> dict[str, str]:
   names = {}
@@ -121,6 +141,11 @@ def eagle3_names(layer: str) -> dict[str, str]:
 def early_exit_names() -> dict[str, str]:
   """Parameter path of `EarlyExit` → tensor name; what is the target's has none."""
   return {path: name for name, path in _EARLY_EXIT.items()}
+
+
+def eagle1_names() -> dict[str, str]:
+  """Parameter path of `Eagle1` → tensor name; what is the target's has none."""
+  return {path: name for name, path in _EAGLE1.items()}
 
 
 def draft_names(num_layers: int) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from specjax import options
 from specjax.base import Drafter
-from specjax.drafters.eagle3 import Eagle3Drafter, EagleWeights, eagle3
+from specjax.drafters.eagle import Eagle3Drafter, EagleDrafter, EagleWeights, eagle, eagle3
 from specjax.drafters.early_exit import EarlyExitDrafter, EarlyExitWeights, early_exit
 from specjax.drafters.medusa import Medusa, MedusaWeights, medusa
 from specjax.drafters.none import NoDrafter
@@ -20,6 +20,7 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
   "none": NoDrafter,
   "prompt_lookup": PromptLookup,
   "two_model": two_model,
+  "eagle": eagle,
   "eagle3": eagle3,
   "medusa": medusa,
   "early_exit": early_exit,
@@ -61,6 +62,7 @@ def make_drafter(text: str, **others: Any) -> Drafter:
 __all__ = [
   "DRAFTERS",
   "Eagle3Drafter",
+  "EagleDrafter",
   "EagleWeights",
   "EarlyExitDrafter",
   "EarlyExitWeights",
@@ -70,6 +72,7 @@ __all__ = [
   "PromptLookup",
   "SelfSpeculation",
   "TwoModel",
+  "eagle",
   "eagle3",
   "early_exit",
   "make_drafter",

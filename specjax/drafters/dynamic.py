@@ -8,12 +8,15 @@ the N - 1 of highest value are proposed.
 What is proposed is a tree: a child's value is at most its parent's (a probability is at most 1, and rounding
 keeps that), and where they are equal the parent goes first, being of an earlier level. So what outranks the
 last candidate taken holds, with each node, its parent.
+
+The paper's ablations are options: to expand by a node's own probability in place of its value, and to propose
+what was expanded, level by level, without ranking it again. They change how much is accepted, not the law.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +30,12 @@ from specjax.tree import DynamicTree, TreeBudget, pack_bits
 
 Array = jax.Array
 
+# By what the nodes of a level are picked that are expanded: their path's value, or their own probability.
+Expand = Literal["value", "confidence"]
+
 
 class _Fed(NamedTuple):
-  """The K nodes of a level that are to be fed, best first.
+  """The K nodes of a level that are expanded, best first: fed, unless the level is the last.
 
   ``tokens [B, K]``, ``hidden [B, K, D]`` (of their parents) or None, ``values [B, K]``, logarithms,
   ``paths [B, K, G]``, ``seen`` bool ``[B, K, R]``, scratch rows that each sees, ``number [B, K]`` among the
@@ -67,12 +73,16 @@ class DynamicGrowth:
     confidence: nodes behind which the draft gives its most likely token less than this (before temperature
       and cut-offs) get no children.
     max_length: positions the draft was made for; None is no limit.
+    expand: see `Expand`.
+    rerank: propose the best of all candidates; if not, the expanded ones, level by level, best first.
   """
 
   budget: TreeBudget
   beam: int
   confidence: float = 0.0
   max_length: int | None = None
+  expand: Expand = "value"
+  rerank: bool = True
 
   @staticmethod
   def num_candidates(depth: int, beam: int) -> int:
@@ -102,7 +112,7 @@ class DynamicGrowth:
         ancestors=pack_bits(fed.seen),
         scratch=first,
       )
-      tokens, values = self._offers(logits, context, fed)
+      tokens, values, likely = self._offers(logits, context, fed)
       base = 1 + beam + (level - 1) * beam * beam
       put = lambda all, new, at: jax.lax.dynamic_update_slice(all, new, (0, at))
       candidates = _Candidates(
@@ -111,15 +121,15 @@ class DynamicGrowth:
         parents=put(candidates.parents, jnp.repeat(fed.number, beam, axis=1), base),
         fed=put(candidates.fed, fed.number, first),
       )
-      return cache, self._best(tokens, values, hidden, fed, base, level), candidates, level + 1
+      return cache, self._best(tokens, values, likely, hidden, fed, base, level), candidates, level + 1
 
     # Ends where no row has a node to draft behind.
     more = lambda carry: (carry[3] < depth) & jnp.any(carry[1].values > -jnp.inf)
     carry = (start.cache, fed, candidates, jnp.int32(1))
     if depth > 1:
       carry = jax.lax.while_loop(more, grow, carry)
-    cache, _, candidates, _ = carry
-    proposal, rows = self._ranked(context, candidates)
+    cache, last, candidates, _ = carry
+    proposal, rows = self._proposed(context, candidates, self._ranks(candidates, last))
     return Grown(proposal, cache, rows)
 
   def _begin(self, start: Start, context: DraftContext) -> tuple[_Fed, _Candidates]:
@@ -136,7 +146,7 @@ class DynamicGrowth:
       seen=zeros(1, rows, dtype=bool),
       number=zeros(1),
     )
-    tokens, values = self._offers(start.logits, context, root)
+    tokens, values, likely = self._offers(start.logits, context, root)
     spare = ((0, 0), (0, (depth - 1) * beam * beam))
     of_root = lambda of, first: jnp.concatenate([first, of], axis=1)
     candidates = _Candidates(
@@ -145,27 +155,32 @@ class DynamicGrowth:
       parents=zeros(self.num_candidates(depth, beam)),
       fed=zeros(rows) - 1,
     )
-    return self._best(tokens, values, start.hidden, root, 1, 0), candidates
+    return self._best(tokens, values, likely, start.hidden, root, 1, 0), candidates
 
-  def _offers(self, logits: Array, context: DraftContext, fed: _Fed) -> tuple[Array, Array]:
-    """Tokens and values of each fed node's ``beam`` likeliest children, ``[B, F · K]``; -inf: not there."""
+  def _offers(self, logits: Array, context: DraftContext, fed: _Fed) -> tuple[Array, Array, Array]:
+    """Each fed node's ``beam`` likeliest children, ``[B, F · K]``: tokens, values, own log-probabilities.
+
+    Those that are not there have -inf.
+    """
     processed = processors.process(logits, context, fed.paths)
     usable = may_have_children(logits, processed, fed.values > -jnp.inf, self.confidence)
     likely, tokens = jax.lax.top_k(processed.probs(_softened(context.settings)), self.beam)
     found = usable[..., None] & (likely > 0)  # processing may leave fewer
+    own = jnp.where(found, jnp.log(likely), -jnp.inf)
     values = jnp.where(found, fed.values[..., None] + jnp.log(likely), -jnp.inf)
     flat = lambda of: of.reshape(of.shape[0], -1)
-    return flat(tokens), flat(values)
+    return flat(tokens), flat(values), flat(own)
 
-  def _best(self, tokens, values, hidden, parents: _Fed, base: Any, level: Any) -> _Fed:
+  def _best(self, tokens, values, likely, hidden, parents: _Fed, base: Any, level: Any) -> _Fed:
     """The ``beam`` best of a level's candidates ``[B, F · K]``, whose numbers begin at ``base``.
 
     Args:
+      tokens, values, likely: as `_offers` gives them.
       hidden: ``[B, F, D]``, what recurs from their parents, or None.
       parents: at depth ``level``.
     """
-    values, which = jax.lax.top_k(values, self.beam)
-    tokens = jnp.take_along_axis(tokens, which, axis=1)
+    which = jax.lax.top_k(values if self.expand == "value" else likely, self.beam)[1]
+    tokens, values = (jnp.take_along_axis(of, which, axis=1) for of in (tokens, values))
     parent = which // self.beam
     of = lambda field: jnp.take_along_axis(field, parent[..., None], axis=1)
     behind = jnp.arange(self.budget.max_depth) == level
@@ -178,13 +193,29 @@ class DynamicGrowth:
       number=base + which,
     )
 
-  def _ranked(self, context: DraftContext, candidates: _Candidates) -> tuple[Proposal, Array]:
+  def _ranks(self, candidates: _Candidates, last: _Fed) -> Array:
+    """What candidates are proposed by, ``[B, M]``, the higher the better, the root's 0; -inf: never.
+
+    Args:
+      last: the nodes of the deepest level that would be expanded next.
+    """
+    if self.rerank:
+      return candidates.values
+    fed = candidates.fed[:, : (self.budget.max_depth - 1) * self.beam]
+    order = jnp.concatenate([fed, last.number], axis=1)
+    # A level that was never grown has -1, and puts nothing anywhere.
+    order = jnp.where(order < 0, candidates.values.shape[1], order)
+    put = lambda ranks, order: ranks.at[order].max(-1.0 - jnp.arange(len(order)), mode="drop")
+    ranks = jnp.full_like(candidates.values, -jnp.inf).at[:, 0].set(0.0)
+    return jnp.where(candidates.values > -jnp.inf, jax.vmap(put)(ranks, order), -jnp.inf)
+
+  def _proposed(self, context: DraftContext, candidates: _Candidates, ranks: Array) -> tuple[Proposal, Array]:
     """The N best candidates, the root among them, in their own order, so that parents come first."""
     nodes, depth, beam = self.budget.num_nodes, self.budget.max_depth, self.beam
-    # Of equals `top_k` takes the first; the root has the value 1, which nothing exceeds.
-    chosen = jnp.sort(jax.lax.top_k(candidates.values, nodes)[1], axis=1)
+    # Of equals `top_k` takes the first; nothing exceeds the root.
+    chosen = jnp.sort(jax.lax.top_k(ranks, nodes)[1], axis=1)
     at = lambda of: jnp.take_along_axis(of, chosen, axis=1)
-    valid = at(candidates.values) > -jnp.inf
+    valid = at(ranks) > -jnp.inf
     if self.max_length is not None:
       levels = np.arange(2, depth + 1).repeat(beam * beam)
       depths = jnp.asarray(np.concatenate([[0], np.ones(beam, int), levels]))[chosen]

@@ -10,7 +10,7 @@ import jax
 
 from specjax import sampling
 from specjax.base import DraftContext
-from specjax.drafters.dynamic import DynamicGrowth
+from specjax.drafters.dynamic import DynamicGrowth, Expand
 from specjax.drafters.growing import KINDS, Growth, Policy
 from specjax.drafters.step import Grown, Start, Step
 from specjax.models import over_target
@@ -33,6 +33,7 @@ class TreeDrafter:
     policy: see `Growth`; a dynamic tree takes ``top_k`` alone.
     confidence: see `Growth`.
     beam: nodes fed a level of a dynamic tree, and children that each of them offers; None for others.
+    expand, rerank: of a dynamic tree, see `DynamicGrowth`: EAGLE-2's ablations.
     implementation: of `tree_attention` in the draft.
   """
 
@@ -43,6 +44,8 @@ class TreeDrafter:
   policy: Policy = "sample"
   confidence: float = 0.0
   beam: int | None = None
+  expand: Expand = "value"
+  rerank: bool = True
   implementation: str = "auto"
 
   name: ClassVar[str]
@@ -54,6 +57,10 @@ class TreeDrafter:
       raise ValueError(f"policy = {self.policy!r}; it must be one of {', '.join(get_args(Policy))}")
     if not 0 <= self.confidence <= 1:
       raise ValueError(f"confidence = {self.confidence}; it must be in [0, 1]")
+    if self.expand not in get_args(Expand):
+      raise ValueError(f"expand = {self.expand!r}; it must be one of {', '.join(get_args(Expand))}")
+    if type(self.rerank) is not bool:
+      raise ValueError(f"rerank = {self.rerank!r}; it must be True or False")
     if self.is_dynamic:
       self._check_dynamic()
       # The draft feeds other nodes than it proposes.
@@ -62,6 +69,10 @@ class TreeDrafter:
       return
     if self.beam is not None:
       raise ValueError(f"beam = {self.beam} shapes a dynamic tree; {self.name} needs nodes, too")
+    if self.expand != "value" or not self.rerank:
+      raise ValueError(
+        f"expand = {self.expand!r}, rerank = {self.rerank} shape a dynamic tree; {self.name} needs nodes, too"
+      )
     most = max(map(len, self.tree.children))
     if most > self.num_real_tokens:
       raise ValueError(
@@ -79,6 +90,11 @@ class TreeDrafter:
       raise ValueError(f"beam = {beam}, window = {window}: {rows} nodes are fed; the limit is {MAX_NODES}")
     if nodes > most:
       raise ValueError(f"nodes = {nodes}; with beam = {beam} and window = {window} it must be at most {most}")
+    if not self.rerank and nodes > 1 + beam * window:
+      raise ValueError(
+        f"nodes = {nodes}; with rerank = False, beam = {beam} and window = {window} it must be at most "
+        f"{1 + beam * window}"
+      )
 
   @property
   def is_dynamic(self) -> bool:
@@ -93,7 +109,8 @@ class TreeDrafter:
     """One round's tree behind ``context.root``."""
     common = dict(confidence=self.confidence, max_length=self.max_length)
     if self.is_dynamic:
-      return DynamicGrowth(self.tree, self.beam, **common)(step, start, context)
+      dynamic = dict(expand=self.expand, rerank=self.rerank, **common)
+      return DynamicGrowth(self.tree, self.beam, **dynamic)(step, start, context)
     return Growth(self.tree, self.policy, **common)(step, start, context)
 
   def over_target_vocabulary(self, logits: Array, ids: Array | None) -> Array:

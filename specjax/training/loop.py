@@ -223,9 +223,10 @@ class _Log:
       "loss": float(metrics["total"]),
       "learning_rate": float(metrics["learning_rate"]),
       "gradient": float(metrics["gradient"]),
-      "loss_by_depth": (metrics["loss"] / count).tolist(),
-      "agreed_by_depth": (metrics["agreed"] / count).tolist(),
     }
+    # Sums by depth: the loss, agreement, and what a recipe adds of its own.
+    sums = {name: values for name, values in metrics.items() if values.ndim and name != "count"}
+    row |= {f"{name}_by_depth": (values / count).tolist() for name, values in sums.items()}
     self._add(step, row, tokens_per_s=rate)
     self._bar.set_postfix(step=step, loss=f"{row['loss']:.3f}", refresh=False)
     self._bar.update(tokens - self._bar.n)

@@ -55,6 +55,20 @@ def log_acceptance(p: Array, logits: Array) -> Array:
   return -jnp.log(jnp.maximum(overlap(p, logits), _LEAST_OVERLAP))
 
 
+def smooth_l1(wanted: Array, said: Array) -> Array:
+  """Mean over the last axis of ½ d² where |d| < 1 and |d| − ½ elsewhere, d = said − wanted (Huber's, δ = 1).
+
+  Args:
+    wanted: ``[..., D]``, not differentiated.
+    said: ``[..., D]``.
+
+  Returns:
+    float32 ``[...]``.
+  """
+  d = said.astype(jnp.float32) - jax.lax.stop_gradient(wanted).astype(jnp.float32)
+  return jnp.where(jnp.abs(d) < 1, 0.5 * jnp.square(d), jnp.abs(d) - 0.5).mean(axis=-1)
+
+
 def token_cross_entropy(index: Array, logits: Array) -> Array:
   """−log q of the token that was written, of Medusa's own recipe.
 

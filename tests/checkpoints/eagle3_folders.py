@@ -93,9 +93,11 @@ class Oracle:
   def fuse(self, low, middle, high):
     return torch.cat([low, middle, high], -1) @ self.t["fc.weight"].T
 
+  base = 10000.0
+
   def rotated(self, x):
-    """``x [T, heads, H]``, row t at position t, base 10000; halves, not neighbours, turn together."""
-    angle = torch.arange(len(x))[:, None] * 10000.0 ** (-torch.arange(0, SIZE, 2) / SIZE)
+    """``x [T, heads, H]``, row t at position t; halves, not neighbours, turn together."""
+    angle = torch.arange(len(x))[:, None] * self.base ** (-torch.arange(0, SIZE, 2) / SIZE)
     angle = torch.cat([angle, angle], -1)[:, None]
     half = torch.cat([-x[..., SIZE // 2 :], x[..., : SIZE // 2]], -1)
     return x * torch.cos(angle) + half * torch.sin(angle)
@@ -103,22 +105,27 @@ class Oracle:
   def __call__(self, embeddings, features):
     """``[T, D]`` twice → states ``[T, D]`` and logits ``[T, draft vocabulary]``."""
     layer = self.layer
-    weight = lambda name: self.t[f"{layer}.{name}.weight"].T
+    weight = lambda name: self.t[f"{layer}.self_attn.{name}_proj.weight"].T
     normed = self.norm(features, f"{layer}.hidden_norm.weight")
     x = torch.cat([self.norm(embeddings, f"{layer}.input_layernorm.weight"), normed], -1)
-    count = len(x)
-    q = self.rotated((x @ weight("self_attn.q_proj")).view(count, HEADS, SIZE))
-    k = self.rotated((x @ weight("self_attn.k_proj")).view(count, KV, SIZE))
-    v = (x @ weight("self_attn.v_proj")).view(count, KV, SIZE)
+    residual = normed if self.norm_before_residual else features
+    x = residual + self.attended(x @ weight("q"), x @ weight("k"), x @ weight("v"))
+    states = x + self.fed_forward(self.norm(x, f"{layer}.post_attention_layernorm.weight"))
+    return states, self.norm(states, "norm.weight") @ self.t["lm_head.weight"].T
+
+  def attended(self, q, k, v):
+    """Causal attention, ``[T, D]``, of rows from position 0 on."""
+    count = len(q)
+    q, k = self.rotated(q.view(count, HEADS, SIZE)), self.rotated(k.view(count, KV, SIZE))
+    v = v.view(count, KV, SIZE)
     out = torch.zeros(count, HEADS, SIZE)
     for t in range(count):
       for h in range(HEADS):
         group = h // (HEADS // KV)
         scores = torch.softmax(k[: t + 1, group] @ q[t, h] / SIZE**0.5, 0)
         out[t, h] = scores @ v[: t + 1, group]
-    residual = normed if self.norm_before_residual else features
-    x = residual + out.view(count, -1) @ weight("self_attn.o_proj")
-    y = self.norm(x, f"{layer}.post_attention_layernorm.weight")
-    gated = torch.nn.functional.silu(y @ weight("mlp.gate_proj")) * (y @ weight("mlp.up_proj"))
-    states = x + gated @ weight("mlp.down_proj")
-    return states, self.norm(states, "norm.weight") @ self.t["lm_head.weight"].T
+    return out.view(count, -1) @ self.t[f"{self.layer}.self_attn.o_proj.weight"].T
+
+  def fed_forward(self, y):
+    weight = lambda name: self.t[f"{self.layer}.mlp.{name}_proj.weight"].T
+    return (torch.nn.functional.silu(y @ weight("gate")) * (y @ weight("up"))) @ weight("down")

@@ -91,7 +91,13 @@ def test_t2d_may_be_absent_and_a_whole_map_is_none(tmp_path, target):
     ("eagle", {"draft_vocab_size": 100}, "draft_vocab_size = 100"),
     ("eagle", {"tap_layers": [1, 3, 9]}, r"tap_layers = \(1, 3, 9\); the target has 8 layers"),
     ("eagle", {"tap_layers": [3, 1, 2]}, "ascending"),
-    ("eagle", {"tap_layers": [1, 2]}, r"tap_layers = \[1, 2\]; it must be a list of 3 layers"),
+    ("eagle", {"tap_layers": 2}, "tap_layers = 2; it must be a list of layers"),
+    ("eagle", {"tap_layers": [1, 2]}, r"fc.weight has shape \[32, 96\]; the config asks for \[32, 64\]"),
+    (
+      "speculators",
+      {"eagle_aux_hidden_state_layer_ids": [1, 2]},
+      r"layer_ids = \[1, 2\]; it must be a list of 3 layers",
+    ),
     (
       "eagle",
       {"tap_layers": [1, 2, 3], "eagle_aux_hidden_state_layer_ids": [2, 3, 4]},
@@ -119,10 +125,9 @@ def test_small_targets_have_no_default_taps(tmp_path):
 
 
 def test_other_folders_say_what_they_are(tmp_path, target):
-  """EAGLE-1, Medusa-2, plain models, nothing at all."""
+  """Medusa-2, plain models, nothing at all."""
   plain = {"model.norm.weight": np.ones(WIDTH, np.float32)}
   cases = {
-    "EAGLE-1 or EAGLE-2": drop("norm.weight", "midlayer.hidden_norm.weight"),
     "not a known draft head": lambda t: (t.clear(), t.update(plain)),
     "whole model of Medusa-2": lambda t: t.update(
       {"medusa_head.0.0.linear.weight": plain["model.norm.weight"]}

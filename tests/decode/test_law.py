@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from specjax import decode, sampling
 from specjax.control import Adaptive, Beliefs, Fixed, PlusTwoMinusOne
-from specjax.drafters import make_drafter
+from specjax.drafters import EagleWeights, make_drafter
+from specjax.models import Eagle1, Eagle1Config
 from specjax.sampling import Settings
-from specjax.testing import SampledDrafter, TableTarget, chi_square, joint_law, process
+from specjax.testing import SampledDrafter, TableTarget, chi_square, joint_law, process, tiny_model
 from specjax.tree import TokenTree
 from specjax.verify import make_rule
 from tests import heads
@@ -54,6 +56,23 @@ def tree(name):
 TABLE = (lambda: SampledDrafter(2), DRAFT.table)
 LOOKUP_TREE = (functools.partial(lookup, matches=3), None)
 # Drafter, its weights, rule.
+
+
+@functools.cache
+def eagle_weights():
+  """A head of EAGLE-1 over a table's taps, which are the tokens: one number wide, as its embeddings are."""
+  sizes = dict(vocab_size=VOCAB, d_model=1, num_heads=2, num_kv_heads=1, head_dim=2, d_ff=8)
+  model = tiny_model(4, num_layers=1, **sizes)
+  layer = model.config.replace(num_layers=1)
+  head = Eagle1(Eagle1Config(layer, 1), model, dtype=jnp.float32, rngs=nnx.Rngs(1))
+  return EagleWeights(head, jnp.array([[1.0], [-1.5], [0.3]]))
+
+
+def eagle(**options):
+  sizes = dict(vocab_size=VOCAB, num_real_tokens=VOCAB, max_length=99, taps=(1,))
+  return make_drafter("eagle", window=2, **sizes, **options)
+
+
 CASES = {
   "plain": (lambda: make_drafter("none"), None, "draw_and_follow"),
   "table-speculative": (*TABLE, "speculative_sampling"),
@@ -69,6 +88,12 @@ CASES = {
   "tree-sample-traversal": (*tree("tree-sample"), "traversal_verification"),
   "tree-distinct-traversal": (*tree("tree-distinct"), "traversal_verification"),
   "lookup-tree-traversal": (*LOOKUP_TREE, "traversal_verification"),
+  "eagle-speculative": (lambda: eagle(policy="sample"), eagle_weights, "speculative_sampling"),
+  "eagle-ablated-recursive": (
+    lambda: eagle(nodes=5, beam=2, expand="confidence", rerank=False),
+    eagle_weights,
+    "recursive_rejection",
+  ),
 }
 FOLLOWED = {
   "table-follow": CASES["table-follow"],
@@ -112,6 +137,7 @@ def program(case):
   """Config and weights of a case."""
   if case not in CONTROLLED:
     make, draft, rule = (CASES | FOLLOWED)[case]
+    draft = draft() if draft is eagle_weights else draft
     return config_of(make(), rule), decode.Weights(TARGET, draft)
   make, draft, rule, control = CONTROLLED[case]
   drafter, *narrower = make()
@@ -159,6 +185,8 @@ def counts(tokens):
 
 # Their laws are enumerated in `tests/verify`, and the loop is the others': with the longer suite.
 LONGER = (
+  "eagle-speculative",
+  "eagle-ablated-recursive",
   "tree-sample-traversal",
   "table-follow",
   "table-block",

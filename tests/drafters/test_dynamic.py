@@ -36,13 +36,15 @@ def paths_of(proposal, row):
   return found
 
 
-def by_loops(law, depth, beam, nodes):
+def by_loops(law, depth, beam, nodes, expand="value", rerank=True):
   """Paths of the tree: of each level the ``beam`` best are expanded, of all candidates the best are kept.
 
   Args:
     law: path → probabilities.
+    expand: ``confidence``: the best by the probability of their last token.
+    rerank: if not, the expanded ones are kept, from the first level on.
   """
-  value, level, candidates = {(): 1.0}, [()], [()]
+  value, level, candidates, expanded = {(): 1.0}, [()], [()], [()]
   for _ in range(depth):
     offered = []
     for path in level:
@@ -51,8 +53,11 @@ def by_loops(law, depth, beam, nodes):
       offered += [((*path, token), value[path] * p[token]) for token in best]
     value |= dict(offered)
     candidates += [path for path, _ in offered]
-    level = [path for path, _ in sorted(offered, key=lambda pair: -pair[1])[:beam]]
-  return set(sorted(candidates, key=lambda path: -value[path])[:nodes])
+    last = {path: value[path] / value[path[:-1]] for path, _ in offered}
+    rank = last if expand == "confidence" else dict(offered)
+    level = sorted((path for path, _ in offered), key=lambda path: -rank[path])[:beam]
+    expanded += level
+  return set(sorted(candidates, key=lambda path: -value[path])[:nodes] if rerank else expanded[:nodes])
 
 
 def law_of(row):
@@ -80,6 +85,47 @@ def test_the_tree_is_what_the_algorithm_says(depth, beam, nodes):
     np.testing.assert_array_equal(
       proposal.tree.depths[row][proposal.valid[row]], [len(path) for path in paths_of(proposal, row)]
     )
+
+
+@pytest.mark.parametrize(
+  ("expand", "rerank", "nodes"),
+  [
+    ("confidence", True, 8),
+    ("value", False, 8),
+    *(
+      pytest.param(*case, marks=pytest.mark.slow)
+      for case in (("confidence", False, 13), ("value", False, 13))
+    ),
+  ],
+)
+def test_without_value_and_without_reranking(expand, rerank, nodes):
+  """EAGLE-2's ablations; a budget that ends within a level, and one that holds all that is expanded.
+
+  Fails when a level is picked by the other measure, the best of all candidates are proposed all the same, or
+  a level's worse ones go before its better ones.
+  """
+  growth = DynamicGrowth(TreeBudget(nodes, 4), 3, expand=expand, rerank=rerank)
+  proposal, _, rows = grow(growth, Settings.create(3, **SETTINGS))
+  differ = 0
+  for row in range(3):
+    found = set(paths_of(proposal, row))
+    assert found == by_loops(law_of(row), 4, 3, nodes, expand, rerank)
+    differ += found != by_loops(law_of(row), 4, 3, nodes)
+    has_children = np.isin(np.arange(nodes), proposal.tree.parents[row])
+    assert (rows[row, has_children] >= 0).all()
+  assert differ  # or it shows nothing
+
+
+def test_what_is_not_there_is_not_put_in_its_place():
+  """A law of one token: a level has one node, re-ranked or not. Fails when invalid ones are proposed."""
+  table = np.full((STATES, VOCAB), -np.inf, np.float32)
+  table[np.arange(STATES), np.arange(STATES) % VOCAB] = 0.0
+  proposal, _, _ = grow(DynamicGrowth(TreeBudget(6, 3), 2, rerank=False), Settings.create(3), table=table)
+  for row in range(3):
+    assert set(paths_of(proposal, row)) == by_loops(
+      lambda path, row=row: process(table[state_of(row, path)]), 3, 2, 6, rerank=False
+    )
+  assert proposal.valid.sum(axis=1).tolist() == [4, 4, 4]
 
 
 def test_within_the_beam_it_is_the_best_tree_there_is():
@@ -181,6 +227,11 @@ def test_a_bias_shapes_the_tree():
     ("beam=2", "beam = 2"),
     ("nodes=4,beam=2,branching=(2,)", "branching"),
     ("nodes=4,beam=2,policy=sample", "policy = 'sample'.*top_k"),
+    ("nodes=4,beam=2,expand=depth", "expand = 'depth'; it must be one of value, confidence"),
+    ("nodes=4,beam=2,rerank=0", "rerank = 0"),
+    ("nodes=8,beam=2,rerank=False", "nodes = 8.*at most 7"),
+    ("expand=confidence", "expand = 'confidence'.*needs nodes"),
+    ("rerank=False", "rerank = False shape a dynamic tree"),
   ],
 )
 def test_bad_options_name_themselves(options, words):

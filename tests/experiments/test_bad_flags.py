@@ -27,6 +27,7 @@ BAD = {
     "prompt_lookup[window]",
     "a b:c",
     "two_model|--draft_model",
+    "eagle[nodes=8,beam=3]|needs --drafter_path",
     "eagle3|--drafter=eagle3 needs --drafter_path",
     "medusa[tree=((0,),)]|needs --drafter_path",
     "adaptive[of=eagle3]|needs --drafter_path",

@@ -11,10 +11,19 @@ from flax import nnx
 from experiments import calibrate, generate, loops, measure, results, runtime
 from experiments import heads as trained
 from experiments.methods import parse_method
-from specjax.checkpoints import load_model, save_draft, save_eagle3, save_early_exit, save_medusa, shipped
+from specjax.checkpoints import (
+  load_model,
+  save_draft,
+  save_eagle1,
+  save_eagle3,
+  save_early_exit,
+  save_medusa,
+  shipped,
+)
 from specjax.models import (
   DraftConfig,
   DraftDecoder,
+  Eagle1,
   Eagle3,
   EarlyExit,
   EarlyExitConfig,
@@ -33,7 +42,11 @@ def folders(models, tmp_path_factory):
   """A folder of each kind, for the tiny target."""
   target, rngs = load_model(models[0]).model, nnx.Rngs(0)
   of = str(tmp_path_factory.mktemp("heads"))
-  paths = {kind: os.path.join(of, kind) for kind in ("eagle3", "medusa", "draft", "early_exit", "other")}
+  paths = {
+    kind: os.path.join(of, kind) for kind in ("eagle", "eagle3", "medusa", "draft", "early_exit", "other")
+  }
+  config = heads.eagle1_config(target.config, IDS)
+  save_eagle1(paths["eagle"], Eagle1(config, target, ids=IDS, dtype=jnp.float32, rngs=rngs))
   config = heads.eagle3_config(target.config, IDS)
   save_eagle3(paths["eagle3"], Eagle3(config, ids=IDS, dtype=jnp.float32, rngs=rngs))
   save_eagle3(paths["other"], Eagle3(config, ids=IDS, dtype=jnp.float32, rngs=rngs))
@@ -52,11 +65,13 @@ def flags_of(models, folders, *kinds):
 
 def test_each_drafter_gets_its_head(models, folders):
   """All kinds in one run. Fails when a head goes to another drafter, or a shape does not come from it."""
-  names = ["adaptive[of=eagle3]", "adaptive[of=medusa]", "two_model", "none", "prompt_lookup"]
+  eagles = ["adaptive[of=eagle3]", "eagle[nodes=8,beam=3,window=4,expand=confidence,rerank=False]"]
+  names = [*eagles, "adaptive[of=medusa]", "two_model", "none", "prompt_lookup"]
   names += ["adaptive[of=early_exit[confidence=0.4]]"]
-  with parsed(*flags_of(models, folders, "eagle3", "medusa", "draft", "early_exit")):
+  with parsed(*flags_of(models, folders, "eagle", "eagle3", "medusa", "draft", "early_exit")):
     job = runtime.load_job(names)
-    eagle3, medusa, two_model, plain, lookup, early = (runtime.make_method(job, name, 128) for name in names)
+    methods = [runtime.make_method(job, name, 128) for name in names]
+    eagle3, eagle, medusa, two_model, plain, lookup, early = methods
     sampled = parse_method("eagle3[nodes=8,beam=3]")
     assert sampled.takes_window and not parse_method("medusa[tree=((0,),)]").takes_window
   weights, drafters = eagle3.weights.drafter, eagle3.config.drafters
@@ -65,6 +80,9 @@ def test_each_drafter_gets_its_head(models, folders):
   assert [d.tree.num_nodes for d in drafters] == [4, 8, 8] and drafters[2].is_dynamic
   assert {d.policy for d in drafters} == {"top_k"} and drafters[0].max_length == 512
   np.testing.assert_array_equal(weights.head.ids, IDS)
+  weights, drafter = eagle.weights.drafter, eagle.config.drafter
+  assert isinstance(weights.head, Eagle1) and drafter.taps == (2,) and drafter.name == "eagle"
+  assert (drafter.expand, drafter.rerank, drafter.tree.num_nodes) == ("confidence", False, 8)
   assert medusa.weights.drafter.heads.config.num_heads == 3 and medusa.config.drafter.taps == (2,)
   assert medusa.weights.drafter.rows.shape == (VOCAB, 32)
   assert [d.tree.num_nodes for d in medusa.config.drafters] == [4, 8]
@@ -91,6 +109,9 @@ def test_dynamic_trees_are_deterministic_at_any_temperature(models, folders):
   [
     (("eagle3",), "prompt_lookup", "--drafter_path is not used by prompt_lookup"),
     (("medusa",), "eagle3", "holds a head of kind medusa, which no drafter takes"),
+    (("eagle3",), "eagle", "holds a head of kind eagle3, which no drafter takes"),
+    (("eagle",), "eagle3", "holds a head of kind eagle, which no drafter takes"),
+    (("eagle",), "eagle[nodes=9,beam=2,window=3,rerank=False]", "nodes = 9"),
     (("medusa",), "two_model", "holds a head of kind medusa, which no drafter takes"),
     (("eagle3", "other"), "eagle3", "both hold a head of kind eagle3"),
     (("eagle3", "medusa"), "eagle3", "holds a head of kind medusa, which no drafter takes"),
@@ -180,7 +201,13 @@ def test_what_a_head_has_not_been_fed_is_timed(models, folders, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("drafter", "kind"),
-  [("eagle3[nodes=6,beam=2]", "eagle3"), ("medusa", "medusa"), ("two_model", "draft"), ("eagle3", "eagle3")],
+  [
+    ("eagle[nodes=6,beam=2]", "eagle"),
+    ("eagle3[nodes=6,beam=2]", "eagle3"),
+    ("medusa", "medusa"),
+    ("two_model", "draft"),
+    ("eagle3", "eagle3"),
+  ],
 )
 def test_generate_with_a_head(models, folders, capsys, drafter, kind, tmp_path):
   """The text is plain's, and something is proposed. Fails when a head does not come as far as the loop."""

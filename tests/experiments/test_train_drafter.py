@@ -129,10 +129,13 @@ def test_a_head_is_trained_on(run, data, first, tmp_path, capsys):
 def test_recorded_features_and_runs_side_by_side(run, data, first, tmp_path, capsys):
   """Those of the recipe's taps are read; training_plots sets runs beside each other."""
   output = str(tmp_path / "recorded")
-  assert run(output, data[1], "--hidden_states=recorded", "--quick", "--export_dtype=float32") == 0
+  head = "--head=eagle[draft_vocab=40,start=0,judged=2]"
+  assert run(output, data[1], "--hidden_states=recorded", "--quick", "--export_dtype=float32", head) == 0
   assert "features: recorded" in capsys.readouterr().err
   assert read_config(output)["result"]["features"] == "recorded"
   assert read_config(output)["result"]["steps"] == train_drafter.QUICK_STEPS
+  assert load_head(os.path.join(output, "head"), load_model(run.model)).kind == "eagle"
+  assert all(row["feature_by_depth"][0] > 0 for row in read_metrics(output) if "loss" in row)
   plot = str(tmp_path / "both.png")
   assert run_script(training_plots, first, output, f"--plot={plot}", takes_arguments=True) == 0
   said = capsys.readouterr().out
@@ -156,6 +159,9 @@ BAD = {
     "",
     "eagle9",
     "eagle3[steps=0]|eagle3: steps = 0",
+    "eagle[inputs=all]|eagle: inputs = 'all'",
+    "eagle[noise=-1]|eagle: noise",
+    "eagle3[tap_layers=2]|eagle3: tap_layers",
     "medusa[heads=x]|medusa: heads",
     "medusa[colour=1]|colour",
     "medusa[loss=l2]|medusa: loss",

@@ -1,4 +1,4 @@
-"""The EAGLE-3 head by itself: blocks, trees, rows, types, config. Its numbers: `test_heads_eagle3`."""
+"""EAGLE heads by themselves: blocks, trees, rows, types, config. Their numbers: `test_heads_eagle{1,3}`."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from specjax.models import Eagle3, Eagle3Config, default_tap_layers
-from specjax.testing import tiny_config
+from specjax.models import Eagle1, Eagle1Config, Eagle3, Eagle3Config, default_tap_layers
+from specjax.models.output import Bound
+from specjax.testing import tiny_config, tiny_model
 from specjax.tree import TokenTree
 
 NOISE = np.random.default_rng(0)
@@ -125,11 +126,11 @@ def test_features_are_fused_from_the_taps_in_order(head):
 
 
 def test_the_two_halves_of_the_layer_are_the_layer(head):
-  """`qkv` and `finish` with attention of one's own (one row sees itself: its value) give the state."""
+  """`enter` and `finish` with attention of one's own (one row sees itself: its value) give the state."""
   e, f = jnp.asarray(EMBEDDINGS[:, :1]), jnp.asarray(FEATURES[:, :1])
-  q, k, v = head.layer.qkv(e, f)
+  residual, q, k, v = head.enter(e, f)
   assert q.shape == (1, 1, 4, 8) and k.shape == v.shape == (1, 1, 2, 8)
-  state = head.layer.finish(head.layer.residual(f), jnp.repeat(v, 2, axis=2))
+  state = head.layer.finish(residual, jnp.repeat(v, 2, axis=2))
   np.testing.assert_allclose(state, causal(head, e, f, head.init_cache(1, 8)).hidden, atol=1e-5)
 
 
@@ -152,7 +153,7 @@ def test_types_and_draft_vocabulary():
   [
     (dict(decoder=tiny_config()), "decoder.num_layers = 2; it must be 1"),
     (dict(target_width=0), "target_width = 0"),
-    (dict(tap_layers=(0, 1)), r"tap_layers = \(0, 1\); it must be 3"),
+    (dict(tap_layers=()), r"tap_layers = \(\)"),
     (dict(tap_layers=(0, 2, 1)), "ascending"),
     (dict(tap_layers=(-1, 2, 3)), "below 0"),
     (dict(draft_vocab_size=62), r"draft_vocab_size = 62.*\[1, vocab_size = 61\]"),
@@ -179,3 +180,59 @@ def test_configs_against_targets():
   assert default_tap_layers(30) == (2, 15, 27) and default_tap_layers(7) == (2, 3, 4)
   with pytest.raises(ValueError, match="num_layers = 6"):
     default_tap_layers(6)
+
+
+# --- EAGLE-1 ---------------------------------------------------------------------------------------
+
+
+def eagle1(target, ids=None, dtype=jnp.float32, **changes):
+  layer = tiny_config(num_layers=1, num_heads=2, num_kv_heads=1, head_dim=6, d_ff=20)
+  return Eagle1(Eagle1Config(layer, 2, **changes), target, ids=ids, dtype=dtype, rngs=nnx.Rngs(0))
+
+
+def test_the_targets_norm_and_rows_are_bound():
+  """Not copied, not trained; of a draft vocabulary its rows. A feature read out is what the target says."""
+  target = tiny_model(0)
+  target.norm.weight = nnx.Param(jnp.linspace(0.5, 1.5, 32))
+  head = eagle1(target)
+  assert head.output.weight[...] is target.head.weight[...]
+  bound = nnx.to_flat_state(nnx.state(head, Bound))
+  assert {path for path, _ in bound} == {("norm", "weight"), ("output", "weight")}
+  hidden = jnp.asarray(FEATURES[0, :5])
+  said = target.unembed(target.norm(hidden))
+  feature = head.fuse(hidden[:, None])
+  np.testing.assert_allclose(head.read(feature), said, rtol=1e-5, atol=1e-5)
+  few = eagle1(target, ids=[7, 8, 60], draft_vocab_size=3, dtype=jnp.bfloat16)
+  assert few.fuse(hidden[:, None]).dtype == jnp.bfloat16 and few.ids.tolist() == [7, 8, 60]
+  np.testing.assert_allclose(few.read(feature.astype(jnp.bfloat16)), said[:, [7, 8, 60]], atol=0.2)
+  assert few.read(feature.astype(jnp.bfloat16)).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("inputs", ("both", "token", "feature"))
+def test_inputs_are_what_a_row_sees(inputs):
+  """Fails when a head for the comparison of inputs sees the other one, or the two are swapped."""
+  head = eagle1(tiny_model(0), inputs=inputs)
+  e, f = (jnp.asarray(x[:, :4, :32]) for x in (NOISE.standard_normal((1, 24, 32)), FEATURES))
+  run = lambda e, f: np.asarray(causal(head, e, f, head.init_cache(1, 8)).hidden)
+  assert head.fc.weight.shape == (32, 64 if inputs == "both" else 32)
+  base = run(e, f)
+  assert np.array_equal(base, run(e + 1, f)) == (inputs == "feature")
+  assert np.array_equal(base, run(e, f + 1)) == (inputs == "token")
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    (dict(decoder=tiny_config()), "decoder.num_layers = 2; it must be 1"),
+    (dict(target_layers=0), "target_layers = 0"),
+    (dict(inputs="none"), "inputs = 'none'; it must be one of both, token, feature"),
+    (dict(draft_vocab_size=62), r"draft_vocab_size = 62.*\[1, vocab_size = 61\]"),
+    (dict(decoder=tiny_config(num_layers=1, d_model=24)), "made for d_model = 24; the target has 32"),
+    (dict(decoder=tiny_config(num_layers=1, vocab_size=64)), "made for vocab_size = 64; the target has 61"),
+    (dict(target_layers=3), "made for num_layers = 3; the target has 2"),
+  ],
+)
+def test_eagle1_configs_are_checked(changes, message):
+  values = {"decoder": tiny_config(num_layers=1), "target_layers": 2, **changes}
+  with pytest.raises(ValueError, match=message):
+    Eagle1Config(**values).check_target(tiny_config())

@@ -3,16 +3,19 @@
 from tests.mutants import Mutant
 from tests.mutants.core import CONTRACT
 
-GROWING, DYNAMIC, EAGLE3, MEDUSA, TWO_MODEL, TREE_DRAFTER = (
+GROWING, DYNAMIC, EAGLE, MEDUSA, TWO_MODEL, TREE_DRAFTER = (
   f"specjax/drafters/{name}.py"
-  for name in ("growing", "dynamic", "eagle3", "medusa", "two_model", "tree_drafter")
+  for name in ("growing", "dynamic", "eagle", "medusa", "two_model", "tree_drafter")
 )
+EAGLE1, EAGLE1_FILES = "specjax/models/eagle1.py", "specjax/checkpoints/eagle1_files.py"
 
 DYNAMIC_TESTS = "tests/drafters/test_dynamic.py"
-EAGLE3_TESTS = "tests/drafters/test_eagle3.py"
+EAGLE_TESTS = "tests/drafters/test_eagle.py"
 MEDUSA_TESTS = "tests/drafters/test_medusa.py"
-DRAFTS = (f"{EAGLE3_TESTS}::test_drafts_are_the_heads_own",)
-RING = (f"{EAGLE3_TESTS}::test_the_ring_holds_what_is_pending_and_feeds_it_when_full",)
+DRAFTS = (f"{EAGLE_TESTS}::test_drafts_are_the_heads_own",)
+RING = (f"{EAGLE_TESTS}::test_the_ring_holds_what_is_pending_and_feeds_it_when_full",)
+PYTORCH = ("tests/checkpoints/test_heads_eagle1.py::test_m2_features_and_logits_equal_pytorch",)
+ABLATED = (f"{DYNAMIC_TESTS}::test_without_value_and_without_reranking",)
 BY_LOOPS = (f"{DYNAMIC_TESTS}::test_the_tree_is_what_the_algorithm_says",)
 
 MUTANTS = (
@@ -46,17 +49,16 @@ MUTANTS = (
     "of equals the last",
     "where values are equal a child goes before its parent",
     DYNAMIC,
-    "chosen = jnp.sort(jax.lax.top_k(candidates.values, nodes)[1], axis=1)",
-    "chosen = jnp.sort(candidates.values.shape[1] - 1 - jax.lax.top_k(candidates.values[:, ::-1], nodes)[1], "
-    "axis=1)",
+    "chosen = jnp.sort(jax.lax.top_k(ranks, nodes)[1], axis=1)",
+    "chosen = jnp.sort(ranks.shape[1] - 1 - jax.lax.top_k(ranks[:, ::-1], nodes)[1], axis=1)",
     (f"{DYNAMIC_TESTS}::test_ties_keep_parents",),
   ),
   Mutant(
     "nodes in the order of their rank",
     "re-ranked nodes are not put back in the order of the levels, by which parents are numbered",
     DYNAMIC,
-    "chosen = jnp.sort(jax.lax.top_k(candidates.values, nodes)[1], axis=1)",
-    "chosen = jax.lax.top_k(candidates.values, nodes)[1]",
+    "chosen = jnp.sort(jax.lax.top_k(ranks, nodes)[1], axis=1)",
+    "chosen = jax.lax.top_k(ranks, nodes)[1]",
     BY_LOOPS,
   ),
   Mutant(
@@ -92,6 +94,30 @@ MUTANTS = (
     BY_LOOPS,
   ),
   Mutant(
+    "expanded by value all the same",
+    "without value, a level is still picked by the values of its paths",
+    DYNAMIC,
+    'values if self.expand == "value" else likely, self.beam)',
+    "values, self.beam)",
+    ABLATED,
+  ),
+  Mutant(
+    "re-ranked all the same",
+    "without re-ranking, the best of all candidates are proposed",
+    DYNAMIC,
+    "    if self.rerank:\n      return candidates.values",
+    "    if True:\n      return candidates.values",
+    ABLATED,
+  ),
+  Mutant(
+    "last level left out",
+    "without re-ranking, the nodes of the deepest level are not proposed",
+    DYNAMIC,
+    "order = jnp.concatenate([fed, last.number], axis=1)",
+    "order = jnp.concatenate([fed, 0 * last.number - 1], axis=1)",
+    (f"{DYNAMIC_TESTS}::test_what_is_not_there_is_not_put_in_its_place",),
+  ),
+  Mutant(
     "dynamic rows not put in order",
     "the draft keeps the first rows that it fed and not those of the path",
     TWO_MODEL,
@@ -124,11 +150,11 @@ MUTANTS = (
     "over_target(logits, None, self.vocab_size)",
     ("tests/drafters/test_two_model.py::test_l3_a_draft_vocabulary_maps_to_the_targets_ids",),
   ),
-  # --- EAGLE-3
+  # --- EAGLE
   Mutant(
     "feature with its own token",
     "a feature is fed with the token of its position and not the next",
-    EAGLE3,
+    EAGLE,
     "tokens = jnp.take_along_axis(state.tokens, (at + 1) % self.ring, axis=1)",
     "tokens = jnp.take_along_axis(state.tokens, at % self.ring, axis=1)",
     RING,
@@ -136,7 +162,7 @@ MUTANTS = (
   Mutant(
     "root not fed",
     "the last feature goes with whatever token the ring holds",
-    EAGLE3,
+    EAGLE,
     "jnp.where(at + 1 == seen[:, None], following[:, None], tokens)",
     "jnp.where(at + 1 > seen[:, None], following[:, None], tokens)",
     DRAFTS,
@@ -144,7 +170,7 @@ MUTANTS = (
   Mutant(
     "prompt a token early",
     "a chunk's features go with their own tokens",
-    EAGLE3,
+    EAGLE,
     "at = jnp.arange(chunk.tokens.shape[1]) + 1 - pending[:, None]",
     "at = jnp.arange(chunk.tokens.shape[1]) - 0 * pending[:, None]",
     DRAFTS,
@@ -152,7 +178,7 @@ MUTANTS = (
   Mutant(
     "ring one slot late",
     "what a round kept is noted a slot behind its place",
-    EAGLE3,
+    EAGLE,
     "which = (jnp.arange(self.ring) - state.seen[:, None]) % self.ring",
     "which = (jnp.arange(self.ring) - state.seen[:, None] - 1) % self.ring",
     RING,
@@ -160,7 +186,7 @@ MUTANTS = (
   Mutant(
     "ring written over",
     "pending features are not fed before there is no room for more",
-    EAGLE3,
+    EAGLE,
     "+ count > self.ring)",
     "+ count > self.ring + 2)",
     RING,
@@ -168,7 +194,7 @@ MUTANTS = (
   Mutant(
     "own guesses kept",
     "rows of drafts count as if they were made of the target's features",
-    EAGLE3,
+    EAGLE,
     "state.replace(cache=grown.cache), target_cache",
     "state.replace(cache=grown.cache.replace(length=jnp.where(ready, grown.cache.length + 1, "
     "grown.cache.length))), target_cache",
@@ -177,15 +203,15 @@ MUTANTS = (
   Mutant(
     "nothing behind nothing pending",
     "a draft without pending rows begins from a hidden state of zeros",
-    EAGLE3,
+    EAGLE,
     "again = jnp.minimum(state.cache.length, jnp.maximum(state.seen - 1, 0))",
     "again = jnp.minimum(state.cache.length, jnp.maximum(state.seen, 0))",
-    (f"{EAGLE3_TESTS}::test_drafting_again_without_a_round_says_the_same",),
+    (f"{EAGLE_TESTS}::test_drafting_again_without_a_round_says_the_same",),
   ),
   Mutant(
     "drafts behind a single token",
     "a row of one token is drafted for from no feature at all",
-    EAGLE3,
+    EAGLE,
     "ready = context.active & (state.seen > 0)",
     "ready = context.active",
     DRAFTS,
@@ -193,18 +219,50 @@ MUTANTS = (
   Mutant(
     "head's own numbers for the target's",
     "drafts behind the root are the numbers of an EAGLE-3 head's draft vocabulary",
-    EAGLE3,
-    "head.output(head.norm(hidden)), head.ids)",
-    "head.output(head.norm(hidden)), None)",
+    EAGLE,
+    "head.read(hidden), head.ids)",
+    "head.read(hidden), None)",
     DRAFTS,
   ),
   Mutant(
     "map one token late",
     "deeper drafts are the map's next token",
-    EAGLE3,
+    EAGLE,
     "output.logits, weights.head.ids), output.hidden",
     "output.logits, weights.head.ids + 1), output.hidden",
     DRAFTS,
+  ),
+  Mutant(
+    "feature before the norm",
+    "an EAGLE-1 head is given the target's hidden state as it is",
+    EAGLE1,
+    "return self.norm(taps[..., 0, :].astype(self.dtype))",
+    "return taps[..., 0, :].astype(self.dtype)",
+    PYTORCH,
+  ),
+  Mutant(
+    "feature before the embedding",
+    "the two inputs of an EAGLE-1 head's fc are swapped",
+    EAGLE1,
+    '"both": (embeddings, features)',
+    '"both": (features, embeddings)',
+    PYTORCH,
+  ),
+  Mutant(
+    "the head's epsilon",
+    "the target's final norm is computed with the draft layer's epsilon",
+    EAGLE1,
+    "eps=target.config.norm_eps",
+    "eps=c.decoder.norm_eps",
+    PYTORCH,
+  ),
+  Mutant(
+    "biases by the model type alone",
+    "a head that says qkv_bias is read without them",
+    EAGLE1_FILES,
+    'fields.get("qkv_bias", bool, decoder.qkv_bias)',
+    "decoder.qkv_bias",
+    PYTORCH,
   ),
   # --- Medusa
   Mutant(

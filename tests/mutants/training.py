@@ -9,6 +9,7 @@ LOSSES = "specjax/training/losses.py"
 LOOPS = "tests/training/test_recipes.py::test_loss_is_that_of_the_loops"
 FIGURES = "tests/training/test_recipes.py::test_held_out_figures_are_those_of_the_loops"
 DECODING = "tests/training/test_recipes.py::test_training_time_test_is_decoding"
+NOISE = "tests/training/test_recipes.py::test_noise_is_on_what_an_eagle1_head_sees_alone"
 ALONE = "tests/training/test_packed.py::test_packed_rows_are_the_samples_alone"
 RESUMED = "tests/training/test_loop.py::test_a_killed_run_ends_with_the_same_bits"
 GRADIENT = "tests/training/test_losses.py::test_gradient_is_that_of_the_formula"
@@ -33,7 +34,7 @@ MUTANTS = (
   Mutant(
     "eagle chains begin one row late",
     "logits of a chain behind row u - 1 are taken for the token at u",
-    f"{RECIPES}/eagle3.py",
+    f"{RECIPES}/recurrent.py",
     "width - step] - 2)",
     "width - step] - 1)",
     (f"{LOOPS}[eagle3]",),
@@ -41,7 +42,7 @@ MUTANTS = (
   Mutant(
     "eagle step sees the wrong token",
     "each step embeds the token before the one that the chain drafted",
-    f"{RECIPES}/eagle3.py",
+    f"{RECIPES}/recurrent.py",
     "-(1 + step)",
     "-step",
     (DECODING,),
@@ -49,7 +50,7 @@ MUTANTS = (
   Mutant(
     "no diagonal",
     "a step of the training-time test does not see the chain's own nodes",
-    f"{RECIPES}/eagle3.py",
+    f"{RECIPES}/recurrent.py",
     "attend(q, *true, seen, own)",
     "attend(q, *true, seen)",
     (DECODING,),
@@ -57,7 +58,7 @@ MUTANTS = (
   Mutant(
     "rotary position of the first step",
     "all steps of the training-time test stand at the row's own position",
-    f"{RECIPES}/eagle3.py",
+    f"{RECIPES}/recurrent.py",
     "batch.positions + step",
     "batch.positions",
     (DECODING,),
@@ -65,10 +66,42 @@ MUTANTS = (
   Mutant(
     "fused again",
     "the target's features are fed at every step in place of what recurs",
-    f"{RECIPES}/eagle3.py",
-    "    features = module.layer.finish(module.layer.residual(features), attended)\n    yield features",
-    "    yield module.layer.finish(module.layer.residual(features), attended)",
+    f"{RECIPES}/recurrent.py",
+    "    features = head.layer.finish(residual, attend(q, *true, seen, own))\n    yield features",
+    "    yield head.layer.finish(residual, attend(q, *true, seen, own))",
     (DECODING,),
+  ),
+  Mutant(
+    "feature of the row itself",
+    "an EAGLE-1 head learns the feature that it is given",
+    f"{RECIPES}/eagle1.py",
+    "losses.smooth_l1(head.fuse(before(batch)[..., None, :]), said)",
+    "losses.smooth_l1(rows_at(self.features(head, batch), batch.counted - 2), said)",
+    (f"{LOOPS}[eagle]",),
+  ),
+  Mutant(
+    "noise in what is learned",
+    "the target's distribution is that of disturbed features",
+    f"{RECIPES}/eagle1.py",
+    "self.token_sums(module, frozen, batch, [",
+    "self.token_sums(module, frozen, batch.replace(taps=batch.taps + features[:, :, None]), [",
+    (NOISE,),
+  ),
+  Mutant(
+    "noise of the row's length",
+    "noise does not depend on how long a sample is",
+    f"{RECIPES}/eagle1.py",
+    "same = batch.segments[:, :, None] == batch.segments[:, None, :]",
+    "same = batch.segments[:, :, None] >= 0 * batch.segments[:, None, :]",
+    (NOISE,),
+  ),
+  Mutant(
+    "absolute where it should be square",
+    "SmoothL1 is linear below 1, too",
+    LOSSES,
+    "jnp.abs(d) < 1, 0.5",
+    "jnp.abs(d) < 0, 0.5",
+    (f"{LOOPS}[eagle]",),
   ),
   Mutant(
     "samples see each other",

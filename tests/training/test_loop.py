@@ -204,6 +204,7 @@ def test_what_cannot_be_trained(job, tmp_path):
 HEADS = {
   "distilled": ("distilled[layers=(0,),output=own,judged=3]", 200, 1e-2),
   "medusa": ("medusa[heads=2,output=own]", 300, 2e-2),
+  "eagle": ("eagle[noise=0,judged=3]", 300, 1e-2),
   "eagle3": ("eagle3[steps=3,tap_layers=(0,1,2)]", 200, 1e-2),
   "early_exit": ("early_exit[exit=1,judged=3]", 300, 2e-2),
 }

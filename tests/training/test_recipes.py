@@ -17,7 +17,8 @@ from specjax.testing import tiny_model
 from specjax.training.batches import Packed
 from specjax.training.recipes import RANKS, RECIPES, TextStats, acceptance, make_recipe, reference
 from specjax.training.recipes.base import Recipe
-from specjax.training.recipes.eagle3 import hidden_by_step, on_raw_features
+from specjax.training.recipes.eagle1 import disturbed
+from specjax.training.recipes.recurrent import hidden_by_step, on_raw_features
 from specjax.training.step import Parts, with_features
 from tests.training.texts import greedy_texts, random_texts
 
@@ -27,6 +28,7 @@ VOCAB = 40  # of the draft
 RECIPES_UNDER_TEST = {
   "distilled": f"distilled[layers=(1,),draft_vocab={VOCAB},output=own,judged={STEPS}]",
   "medusa": f"medusa[heads={STEPS},draft_vocab={VOCAB},decay=0.7]",
+  "eagle": f"eagle[noise=0,feature_weight=0.7,token_weight=0.3,judged={STEPS},draft_vocab={VOCAB}]",
   "eagle3": f"eagle3[steps={STEPS},tap_layers=(0,1,2),start=1,draft_vocab={VOCAB}]",
   "early_exit": f"early_exit[exit=1,draft_vocab={VOCAB},judged={STEPS}]",
 }
@@ -78,7 +80,7 @@ def of_target():
 
 @jax.jit
 def decoded_chains(module, embed, tokens, features):
-  """An EAGLE-3 head as decoding uses it: chains of the text's tokens behind each row of a sample.
+  """A head on features as decoding uses it: chains of the text's tokens behind each row of a sample.
 
   Returns:
     What recurs, ``[samples, T - 1, STEPS, D]``, and logits.
@@ -119,10 +121,26 @@ def drafts(name):
     rows = jnp.take(target().head.weight[...], module.ids, axis=0)
     logits = np.asarray(module(target().norm(taps[:, :, 2]), lambda x: x @ rows.T))
     return lambda i, u, d: logits[i, u - 2, d]
-  module = on_raw_features(module)
-  _, logits = decoded_chains(module, target().embed[...], tokens, module.fuse(taps))
-  logits = np.asarray(logits)
+  logits = np.asarray(recurrent(name)[1])
   return lambda i, u, d: logits[i, u - 2, d]
+
+
+@functools.cache
+def recurrent(name):
+  """What recurs in an EAGLE head's chains, and logits, as `decoded_chains` has them."""
+  module, (taps, _) = on_raw_features(head(name)[1]), of_target()
+  taps = taps if name == "eagle3" else taps[:, :, 2:]
+  tokens = jnp.asarray(texts().padded(WIDTH))
+  return decoded_chains(module, target().embed[...], tokens, module.fuse(taps))
+
+
+def feature_loss(i, u):
+  """SmoothL1 of what an EAGLE-1 head makes of the row before the root against the target's feature of it."""
+  hidden = np.asarray(of_target()[0][i, u - 1, 2], np.float64)
+  norm = np.asarray(target().norm.weight[...], np.float64)
+  feature = norm * hidden / np.sqrt((hidden**2).mean() + target().config.norm_eps)
+  far = np.abs(np.asarray(recurrent("eagle")[0][i, u - 2, 0], np.float64) - feature)
+  return sum(0.5 * d * d if d < 1 else d - 0.5 for d in far) / len(far)
 
 
 def softmax(x):
@@ -149,7 +167,7 @@ def test_loss_is_that_of_the_loops(name):
   """Fails on a shift by one, an ignored mask, samples that see each other, another weight of a depth."""
   recipe, module = head(name)
   ids, logits = np.asarray(module.ids), of_target()[1]
-  by_depth, counts = np.zeros(recipe.depth), np.zeros(recipe.depth)
+  by_depth, counts, features = np.zeros(recipe.depth), np.zeros(recipe.depth), 0.0
   for i, u, d in chains(name):
     if d < recipe.depth:
       p = softmax(logits[i, u + d - 1][ids])
@@ -157,11 +175,16 @@ def test_loss_is_that_of_the_loops(name):
       entropy = 0.0 if recipe.loss == "cross_entropy" else (p * np.log(p)).sum()
       by_depth[d] += entropy - (p * np.log(q)).sum()
       counts[d] += 1
+      features += feature_loss(i, u) if name == "eagle" else 0.0
   loss = jax.jit(lambda module, frozen, batch: recipe.loss_sums(module, frozen, batch, None))
   total, sums = loss(module, target(), packed(name))
   np.testing.assert_array_equal(sums["count"], counts)
   np.testing.assert_allclose(sums["loss"], by_depth, rtol=1e-4)
-  np.testing.assert_allclose(total, (by_depth * recipe.decay ** np.arange(recipe.depth)).sum(), rtol=1e-4)
+  wanted = (by_depth * recipe.decay ** np.arange(recipe.depth)).sum()
+  if name == "eagle":
+    wanted = 0.3 * wanted + 0.7 * features
+    np.testing.assert_allclose(sums["feature"], [features], rtol=1e-4)
+  np.testing.assert_allclose(total, wanted, rtol=1e-4)
   assert (np.asarray(packed(name).counted) >= 0).sum() == learned()
 
 
@@ -214,14 +237,16 @@ def test_training_time_test_is_decoding():
 
   Fails without the diagonal, with a diagonal that sees other places, or at other rotary positions.
   """
-  _, module = head("eagle3")
-  taps, _ = of_target()
-  saved = on_raw_features(module)
-  decoded, _ = decoded_chains(
-    saved, target().embed[...], jnp.asarray(texts().padded(WIDTH)), saved.fuse(taps)
-  )
+  recipe, module = head("eagle3")
+  decoded, _ = recurrent("eagle3")
   batch = packed("eagle3")
-  steps = jax.jit(lambda *args: list(hidden_by_step(*args, STEPS)))(module, target(), batch)
+
+  @jax.jit
+  def run(module, frozen, batch):
+    raw = on_raw_features(module)
+    return list(hidden_by_step(raw, frozen, batch, recipe.features(raw, batch), STEPS))
+
+  steps = run(module, target(), batch)
   rows = Packed(texts(), range(len(LENGTHS)), row_length=40)
   for j, hidden in enumerate(steps):
     for b in range(rows.num_rows):
@@ -275,15 +300,69 @@ def test_fresh_heads_start_from_the_target():
   np.testing.assert_allclose(module.output(hidden), logits, rtol=1e-4, atol=1e-4)
 
 
-def test_a_saved_head_is_gone_on_with():
-  """What training divides features by is in the saved `fc`, and out of it again. Fails when it is left in."""
-  recipe, module = head("eagle3")
+@pytest.mark.parametrize("name", ("eagle", "eagle3"))
+def test_a_saved_head_is_gone_on_with(name):
+  """What training divides inputs by is in the saved `fc`, and out of it again. Fails when it is left in."""
+  recipe, module = head(name)
   saved, again = on_raw_features(module), on_raw_features(module)
   assert not hasattr(saved, "sizes") and hasattr(module, "sizes")
-  again = recipe.go_on(module, again)
+  again = recipe.go_on(nnx.clone(module), again)
   np.testing.assert_allclose(again.fc.weight[...], module.fc.weight[...], rtol=1e-6)
-  taps = of_target()[0]
-  np.testing.assert_allclose(saved.fuse(taps), module.fuse(taps / module.sizes[...]), rtol=1e-4, atol=1e-5)
+  x = jnp.asarray(np.random.default_rng(0).standard_normal((5, module.sizes.shape[0])), jnp.float32)
+  np.testing.assert_allclose(saved.fc(x), module.fc(x / module.sizes[...]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("inputs", ("both", "feature"))
+def test_an_eagle1_head_starts_as_a_layer_over_features(inputs):
+  """Behind one position, where the final norm weighs all numbers alike: the layer's output as a feature.
+
+  Fails when a norm is not folded in, what is added to x has the hidden state's size, or the embedding counts.
+  """
+  model = tiny_model(3)
+  noise = np.random.default_rng(6)
+  model.norm.weight = nnx.Param(jnp.full((32,), 1.7))
+  layer = model.layers[0]
+  for norm in (layer.attention_norm, layer.ff_norm):
+    norm.weight = nnx.Param(jnp.asarray(noise.uniform(0.5, 2.0, 32), jnp.float32))
+  hidden = jnp.asarray(9 * noise.standard_normal((1, 1, 32)), jnp.float32)
+  size = float(jnp.sqrt(jnp.mean(hidden**2)))
+  stats = TextStats(np.ones(61), sizes=np.full((1, 32), size, np.float32))
+  module = make_recipe(f"eagle[start=0,inputs={inputs}]").init(model, stats, nnx.Rngs(0))
+  head = on_raw_features(module)
+  output = head(model.embed[...][None, :1], head.fuse(hidden[:, :, None]), head.init_cache(1, 8))
+  v = jnp.repeat(layer.attention.v(layer.attention_norm(hidden)).reshape(1, 1, 2, 8), 2, axis=2)
+  x = hidden + layer.attention.o(v.reshape(1, 1, -1))
+  x = x + layer.ff(layer.ff_norm(x))
+  np.testing.assert_allclose(output.hidden, 1.7 / size * x, rtol=2e-3, atol=2e-3)
+  # By the token alone: the embedding, as large as a feature.
+  module = make_recipe("eagle[start=0,inputs=token]").init(model, stats, nnx.Rngs(0))
+  x = on_raw_features(module).fc(model.embed[...])
+  np.testing.assert_allclose(jnp.sqrt(jnp.mean(x**2)), 1.7, rtol=1e-3)
+
+
+def test_noise_is_on_what_an_eagle1_head_sees_alone():
+  """Within ± .1 · 512 / T of a sample of T tokens, another with another key; not on what is to be learned.
+
+  Fails when padding or a row's length counts, the noise is that of the row, or the target's law has it, too.
+  """
+  batch = packed("eagle")
+  features = jnp.zeros((*batch.tokens.shape, 32))
+  noise = [np.asarray(disturbed(features, batch, 0.1, jax.random.key(i))) for i in range(2)]
+  rows = Packed(texts(), range(len(LENGTHS)), row_length=40)
+  for b in range(rows.num_rows):
+    for segment, i in enumerate(rows.samples_of(b), start=1):
+      found = noise[0][b][np.asarray(batch.segments)[b] == segment]
+      most = 0.1 * 512 / len(texts().samples[i].tokens)
+      assert len(found) == len(texts().samples[i].tokens) and 0.98 * most < np.abs(found).max() <= most
+      assert abs(found.mean()) < 0.15 * most
+  assert not np.isclose(*noise).all(axis=-1).any()
+  assert disturbed(features, batch, 0.0, None) is features
+  totals = []
+  for inputs, level in (("token", 0), ("token", 9.0), ("both", 0), ("both", 9.0)):
+    recipe = make_recipe(f"eagle[inputs={inputs},noise={level}]")
+    module = recipe.init(target(), TextStats(np.ones(61)), nnx.Rngs(0))
+    totals.append(float(recipe.loss_sums(module, target(), batch, jax.random.key(0))[0]))
+  assert totals[0] == totals[1] and abs(totals[2] - totals[3]) > 1
 
 
 @pytest.mark.parametrize("name", ["eagle3[tap_layers=(0,1,2),{}]", "medusa[heads=2,{}]", "distilled[{}]"])
@@ -342,6 +421,16 @@ def test_the_texts_tokens_as_labels():
     ("eagle3[tap_layers=(0,1,2),rank=33]", "rank = 33"),
     ("eagle3[tap_layers=(0,1,2),output=target,rank=3]", "output_rank = 3"),
     ("eagle3[tap_layers=(0,1,2),output=mine]", "output = 'mine'"),
+    ("eagle3[tap_layers=2]", "tap_layers = 2"),
+    ("eagle3[tap_layers=(2,1)]", "ascending"),
+    ("eagle[inputs=none]", "inputs = 'none'"),
+    ("eagle[noise=-1]", "noise = -1"),
+    ("eagle[token_weight=high]", "token_weight = 'high'"),
+    ("eagle[feature_weight=0,token_weight=0]", "feature_weight = token_weight = 0"),
+    ("eagle[rank=3]", "rank = 3"),
+    ("eagle[output=own]", "output = 'own'"),
+    ("eagle[start=2]", "start = 2"),
+    ("eagle[start=1,d_ff=8]", "d_ff = 8"),
     ("early_exit", "exit = None"),
     ("early_exit[exit=0]", "exit = 0"),
     ("early_exit[exit=2]", r"exit = 2; it must be in \[1, 1\]"),

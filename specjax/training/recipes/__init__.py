@@ -5,12 +5,13 @@ from __future__ import annotations
 from specjax import options
 from specjax.training.recipes.base import RANKS, Recipe, TextStats, acceptance, reference, without_layers
 from specjax.training.recipes.distilled import Distilled
+from specjax.training.recipes.eagle1 import EagleOne
 from specjax.training.recipes.eagle3 import EagleThree
 from specjax.training.recipes.early_exit import EarlyExit
 from specjax.training.recipes.medusa import Medusa
 
 RECIPES: dict[str, type[Recipe]] = {
-  recipe.name: recipe for recipe in (Distilled, Medusa, EagleThree, EarlyExit)
+  recipe.name: recipe for recipe in (Distilled, Medusa, EagleOne, EagleThree, EarlyExit)
 }
 
 
@@ -30,6 +31,7 @@ __all__ = [
   "RANKS",
   "RECIPES",
   "Distilled",
+  "EagleOne",
   "EagleThree",
   "EarlyExit",
   "Medusa",

@@ -150,10 +150,15 @@ class Recipe(abc.ABC):
 
     Returns:
       The sum, and sums by depth for the log: ``loss``, ``agreed`` (the most likely token of both within the
-      draft vocabulary is the same), ``count``; float32 ``[depth]``.
+      draft vocabulary is the same), ``count``; float32 ``[depth]``; and more of a recipe's own.
     """
     del key
-    logits = self.chain_logits(module, frozen, batch, self.depth)
+    return self.token_sums(module, frozen, batch, self.chain_logits(module, frozen, batch, self.depth))
+
+  def token_sums(
+    self, module: Any, frozen: Decoder, batch: Batch, logits: list[Array]
+  ) -> tuple[Array, dict[str, Array]]:
+    """`loss_sums` of logits by depth, as `chain_logits` gives them."""
     p = target_probs(frozen, batch, module.ids)
     total, found = jnp.float32(0), []
     for d, q in enumerate(logits):

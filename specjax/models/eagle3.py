@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from specjax import cache as kv
-from specjax.base import ModelOutput
 from specjax.models import layers
 from specjax.models.config import DecoderConfig
+from specjax.models.feature_head import FeatureHead, HeadLayer
 from specjax.models.output import Output, OutputLayer, check_draft_vocabulary, check_output, check_rank
 
 Array = jax.Array
 
+# Layers of the target that public heads see.
 NUM_TAPS = 3
 
 
@@ -28,7 +28,8 @@ class Eagle3Config:
   Attributes:
     decoder: of the one draft layer: its own width D, heads and rope base; ``vocab_size`` is the target's V.
     target_width: width of the target's hidden states and embeddings. Public heads have D = it.
-    tap_layers: three layers of the target whose *input* the head sees, e.g. ``(2, L // 2, L - 3)``.
+    tap_layers: layers of the target whose *input* the head sees, e.g. ``(2, L // 2, L - 3)``. Public heads
+      have three; one alone is the paper's comparison without fused features.
     draft_vocab_size: Vd, tokens the head can say; None: all V.
     output_rank: of a factored output layer; None: one matrix.
     output: ``own``: an output layer of its own, as public heads have; ``target``: the target's rows of the
@@ -53,10 +54,10 @@ class Eagle3Config:
     if not isinstance(self.target_width, int) or self.target_width < 1:
       raise ValueError(f"Eagle3Config.target_width = {self.target_width!r}; it must be an integer >= 1")
     taps = self.tap_layers
-    whole = len(taps) == NUM_TAPS and all(isinstance(t, int) and t >= 0 for t in taps)
+    whole = len(taps) > 0 and all(isinstance(t, int) and t >= 0 for t in taps)
     if not whole or list(taps) != sorted(set(taps)):
       raise ValueError(
-        f"Eagle3Config.tap_layers = {taps}; it must be {NUM_TAPS} ascending layers, the first not below 0"
+        f"Eagle3Config.tap_layers = {taps}; it must be ascending layers, the first not below 0"
       )
     check_draft_vocabulary(self.draft_vocab_size, self.decoder.vocab_size, "Eagle3Config")
     check_rank(self.output_rank, "Eagle3Config")
@@ -96,44 +97,24 @@ def default_tap_layers(num_layers: int) -> tuple[int, int, int]:
   return taps
 
 
-class Eagle3Layer(nnx.Module):
-  """The draft layer: attention over ``[norm(embedding), norm(feature)]``, then a gated feed-forward.
-
-  Split in two, so that training can attend in a way of its own between `qkv` and `finish`.
-  """
+class Eagle3Layer(HeadLayer):
+  """The draft layer: attention over ``[norm(embedding), norm(feature)]``, then a gated feed-forward."""
 
   def __init__(self, config: Eagle3Config, *, dtype, rngs: nnx.Rngs):
     c = config.decoder
+    super().__init__(c, d_in=config.target_width + c.d_model, dtype=dtype, rngs=rngs)
     norm = lambda size: layers.RMSNorm(size, eps=c.norm_eps, dtype=dtype)
     self.norm_before_residual = config.norm_before_residual
     self.embedding_norm = norm(config.target_width)
     self.feature_norm = norm(c.d_model)
-    self.attention = layers.Attention(c, d_in=config.target_width + c.d_model, dtype=dtype, rngs=rngs)
-    self.ff_norm = norm(c.d_model)
-    self.ff = layers.FeedForward(c, dtype=dtype, rngs=rngs)
-
-  def qkv(self, embeddings: Array, features: Array) -> tuple[Array, Array, Array]:
-    """``[B, T, D_target]``, ``[B, T, D]`` → q ``[B, T, Q, H]``, k, v ``[B, T, K, H]``, before rotation."""
-    normed = (self.embedding_norm(embeddings), self.feature_norm(features))
-    return self.attention.qkv(jnp.concatenate(normed, axis=-1))
-
-  def residual(self, features: Array) -> Array:
-    """What the layer adds to, ``[B, T, D]``: the features as they are, or normed ones (see the config)."""
-    return self.feature_norm(features) if self.norm_before_residual else features
-
-  def finish(self, residual: Array, attended: Array) -> Array:
-    """The layer's output ``[B, T, D]`` from what attention gave, ``[B, T, Q, H]``."""
-    x = residual + self.attention.o(attended.reshape(*attended.shape[:2], -1))
-    return x + self.ff(self.ff_norm(x))
 
 
-class Eagle3(nnx.Module):
-  """An EAGLE-3 head; a pytree of parameters with a frozen config.
+class Eagle3(FeatureHead):
+  """An EAGLE-3 head: ``g_t = fc([low_t, middle_t, high_t])``, ``h_t = layer(embed(x_{t+1}), g_t)``,
+  ``logits = output(norm(h_t))``.
 
-  At row t it sees the target's feature of position t and the *next* token's embedding (the target's own
-  table), and predicts the token after that: ``g_t = fc([low_t, middle_t, high_t])``,
-  ``h_t = layer(embed(x_{t+1}), g_t)``, ``logits = output(norm(h_t))``. Where the target has no feature yet,
-  the head's own output h takes the place of g, as it is: neither `norm` nor `fc` touches what recurs.
+  Where the target has no feature yet, the head's own output h takes the place of g: neither `norm` nor `fc`
+  touches what recurs.
   """
 
   def __init__(
@@ -161,8 +142,7 @@ class Eagle3(nnx.Module):
       raise ValueError(f"Eagle3: {given} ids are given, config.draft_vocab_size = {wanted}")
     c = self.config = config
     width = c.decoder.d_model
-    self.mesh = None  # as in `Decoder`
-    self.fc = layers.Linear(NUM_TAPS * c.target_width, width, dtype=dtype, rngs=rngs)
+    self.fc = layers.Linear(len(c.tap_layers) * c.target_width, width, dtype=dtype, rngs=rngs)
     self.layer = Eagle3Layer(c, dtype=dtype, rngs=rngs)
     self.norm = layers.RMSNorm(width, eps=c.decoder.norm_eps, dtype=dtype)
     self.output = OutputLayer(
@@ -176,63 +156,15 @@ class Eagle3(nnx.Module):
       rngs=rngs,
     )
 
-  @property
-  def dtype(self):
-    return self.fc.weight.dtype
-
-  @property
-  def ids(self) -> Array | None:
-    """int32 ``[Vd]``, the target's id of each logit; None: its own."""
-    return self.output.ids
-
-  def init_cache(self, batch: int, slots: int) -> kv.KVCache:
-    """An empty cache of one layer, at least ``slots`` slots a row, in the head's type."""
-    c = self.config.decoder
-    return kv.create(1, batch, c.num_kv_heads, slots, c.head_dim, self.dtype)
-
   def fuse(self, taps: Array) -> Array:
-    """The target's hidden states ``[..., 3, D_target]`` → features ``[..., D]``, in the head's type."""
+    """The target's hidden states ``[..., taps, D_target]`` → features ``[..., D]``, in the head's type."""
     return self.fc(taps.reshape(*taps.shape[:-2], -1).astype(self.dtype))
 
-  def __call__(
-    self,
-    embeddings: Array,
-    features: Array,
-    cache: kv.KVCache,
-    *,
-    depths: Array | None = None,
-    ancestors: Array | None = None,
-    scratch: Array | int = 0,
-    logits: bool = True,
-    implementation: str = "auto",
-  ) -> ModelOutput:
-    """One forward over T rows a sequence, behind the committed prefix of the head's own cache.
+  def enter(self, embeddings: Array, features: Array) -> tuple[Array, Array, Array, Array]:
+    layer = self.layer
+    normed = layer.feature_norm(features)
+    x = jnp.concatenate((layer.embedding_norm(embeddings), normed), axis=-1)
+    return normed if layer.norm_before_residual else features, *layer.attention.qkv(x)
 
-    Args:
-      embeddings: ``[B, T, D_target]``, the target's embedding of the token *after* each row's position.
-      features: ``[B, T, D]``: `fuse` of the target's hidden states, or what recurs (``hidden`` of an
-        earlier call).
-      cache, depths, ancestors, scratch, implementation: as for `Decoder.__call__`; row t has the rotary
-        position ``cache.length + depths[t]``.
-      logits: whether to compute them.
-
-    Returns:
-      `ModelOutput`: float32 logits ``[B, T, Vd]`` over the *draft* vocabulary or None, the cache with
-      scratch rows, and ``hidden [B, T, D]``, what recurs.
-
-    Raises:
-      ValueError: ``scratch`` without ``ancestors`` or ``depths``.
-    """
-    c = self.config.decoder
-    call = layers.new_call(
-      cache, embeddings.shape[1], c, depths, ancestors, scratch, implementation, self.mesh
-    )
-    features = features.astype(self.dtype)
-    q, k, v = self.layer.qkv(embeddings.astype(self.dtype), features)
-    attended, k, v = layers.rotate_and_attend(q, k, v, cache.k[0], cache.v[0], call, c.sliding_window)
-    hidden = self.layer.finish(self.layer.residual(features), attended)
-    return ModelOutput(
-      logits=self.output(self.norm(hidden)) if logits else None,
-      cache=cache.replace(k=(k,), v=(v,)),
-      hidden=hidden,
-    )
+  def read(self, hidden: Array) -> Array:
+    return self.output(self.norm(hidden))

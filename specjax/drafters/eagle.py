@@ -1,4 +1,9 @@
-"""EAGLE-3: a head of one layer drafts from the target's own features (Li et al. 2025, arXiv 2503.01840)."""
+"""EAGLE: a head of one layer drafts from the target's own features.
+
+``eagle`` runs heads of EAGLE-1 and EAGLE-2 (Li et al. 2024, arXiv 2401.15077 and 2406.16858), ``eagle3``
+those of EAGLE-3 (Li et al. 2025, arXiv 2503.01840). What they do with a head is the same: a chain, a static
+tree (EAGLE-1) or a tree that follows the head's probabilities (EAGLE-2).
+"""
 
 from __future__ import annotations
 
@@ -14,21 +19,21 @@ from specjax import cache as kv
 from specjax.base import Committed, DraftContext
 from specjax.drafters.step import Start, Step
 from specjax.drafters.tree_drafter import TreeDrafter, shaped
-from specjax.models import Eagle3
+from specjax.models import FeatureHead
 
 Array = jax.Array
 
 
 @flax.struct.dataclass
 class EagleWeights:
-  """The head, and the target's table of embeddings ``[V, D_target]``."""
+  """The head, an `Eagle1` or an `Eagle3`, and the target's table of embeddings ``[V, D_target]``."""
 
-  head: Eagle3
+  head: FeatureHead
   embed: Array
 
 
 @flax.struct.dataclass
-class Eagle3State:
+class EagleState:
   """The head's cache, and what it has not been fed yet.
 
   Row t of the cache is made of the target's feature of position t and of token t + 1, at position t. So the
@@ -48,8 +53,8 @@ class Eagle3State:
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3Drafter(TreeDrafter):
-  """Grows a tree with an EAGLE-3 head; weights are `EagleWeights`.
+class EagleDrafter(TreeDrafter):
+  """Grows a tree with a head of EAGLE-1 or EAGLE-2; weights are `EagleWeights`.
 
   The head predicts the token behind the next one, from a feature of the target and the next token. In a
   draft, where the target has no features yet, its own output takes their place, from parent to child.
@@ -59,23 +64,23 @@ class Eagle3Drafter(TreeDrafter):
   note features; when these no longer fit the ring, pending rows are fed then.
 
   Attributes:
-    taps: the three layers of the target that the head sees.
+    taps: layers of the target that the head sees.
     ring: R, features kept; at least as many as a round commits, the same for all widths of a controller.
   """
 
   taps: tuple[int, ...] = ()
   ring: int = 16
 
-  name: ClassVar[str] = "eagle3"
+  name: ClassVar[str] = "eagle"
 
   def __post_init__(self):
     super().__post_init__()
-    if len(self.taps) != 3:
-      raise ValueError(f"taps = {self.taps}; eagle3 needs the three layers that the head sees")
+    if not self.taps:
+      raise ValueError(f"taps = {self.taps}; {self.name} needs the layers of the target that the head sees")
     if type(self.ring) is not int or self.ring <= self.tree.max_depth:
       least = self.tree.max_depth + 1
       raise ValueError(
-        f"ring = {self.ring!r}; a round of eagle3 commits up to {least} tokens, it needs as many"
+        f"ring = {self.ring!r}; a round of {self.name} commits up to {least} tokens, it needs as many"
       )
 
   def init(self, weights: EagleWeights, batch, slots):
@@ -84,9 +89,9 @@ class Eagle3Drafter(TreeDrafter):
       raise ValueError(f"taps = {self.taps}; the head was made for {head.config.tap_layers}")
     zeros = lambda *shape, dtype=jnp.int32: jnp.zeros((batch, *shape), dtype)
     features = zeros(self.ring, head.config.decoder.d_model, dtype=head.dtype)
-    return Eagle3State(head.init_cache(batch, slots), features, zeros(self.ring), zeros())
+    return EagleState(head.init_cache(batch, slots), features, zeros(self.ring), zeros())
 
-  def prefill(self, weights: EagleWeights, state: Eagle3State, chunk: Committed):
+  def prefill(self, weights: EagleWeights, state: EagleState, chunk: Committed):
     count = chunk.valid.sum(axis=1, dtype=jnp.int32)
     features = weights.head.fuse(chunk.taps)
     # The feature that the chunk before ended with has its token now; before the first chunk there is none.
@@ -105,26 +110,26 @@ class Eagle3Drafter(TreeDrafter):
     state = state.replace(cache=cache, seen=state.seen + jnp.maximum(count - 1, 0))
     return self._noted(state, features, tokens, jnp.minimum(count, 1))
 
-  def propose(self, weights: EagleWeights, state: Eagle3State, context: DraftContext, target_cache):
+  def propose(self, weights: EagleWeights, state: EagleState, context: DraftContext, target_cache):
     # The last row gives the first logits: it is fed once more if it has been.
     again = jnp.minimum(state.cache.length, jnp.maximum(state.seen - 1, 0))
     state = state.replace(cache=state.cache.replace(length=again))
     cache, hidden = self._fed(weights, state, context.root, jnp.bool_(True))
     head, hidden = weights.head, hidden[:, None]
-    logits = self.over_target_vocabulary(head.output(head.norm(hidden)), head.ids)
+    logits = self.over_target_vocabulary(head.read(hidden), head.ids)
     # Behind a single token the target has no feature yet.
     ready = context.active & (state.seen > 0)
     grown = self.grow(self._step(weights), Start(logits, hidden, cache, ready), context)
     return grown.proposal, state.replace(cache=grown.cache), target_cache
 
-  def extend(self, weights: EagleWeights, state: Eagle3State, committed: Committed):
+  def extend(self, weights: EagleWeights, state: EagleState, committed: Committed):
     count = committed.valid.sum(axis=1, dtype=jnp.int32)
     features = weights.head.fuse(committed.taps)
     full = jnp.any(state.seen - state.cache.length + count > self.ring)
     cache, _ = self._fed(weights, state, committed.tokens[:, 0], full)
     return self._noted(state.replace(cache=cache), features, committed.tokens, count)
 
-  def _noted(self, state: Eagle3State, features: Array, tokens: Array, count: Array) -> Eagle3State:
+  def _noted(self, state: EagleState, features: Array, tokens: Array, count: Array) -> EagleState:
     """Puts the first ``count [B]`` of ``features [B, T, D]`` and their ``tokens [B, T]`` into the ring."""
     which = (jnp.arange(self.ring) - state.seen[:, None]) % self.ring  # of the new ones, in each slot
     new, at = which < count[:, None], jnp.minimum(which, tokens.shape[1] - 1)
@@ -135,7 +140,7 @@ class Eagle3Drafter(TreeDrafter):
       seen=state.seen + count,
     )
 
-  def _fed(self, weights, state: Eagle3State, following: Array, wanted: Array) -> tuple[kv.KVCache, Array]:
+  def _fed(self, weights, state: EagleState, following: Array, wanted: Array) -> tuple[kv.KVCache, Array]:
     """Feeds pending rows, in blocks as long as what a round of this tree leaves; usually that is one.
 
     Args:
@@ -177,22 +182,38 @@ class Eagle3Drafter(TreeDrafter):
     return step
 
 
-def eagle3(
+@dataclasses.dataclass(frozen=True)
+class Eagle3Drafter(EagleDrafter):
+  """The same with a head of EAGLE-3."""
+
+  name: ClassVar[str] = "eagle3"
+
+
+def eagle(**options: Any) -> EagleDrafter:
+  """An `EagleDrafter`; see `_made`."""
+  return _made(EagleDrafter, **options)
+
+
+def eagle3(**options: Any) -> Eagle3Drafter:
+  """An `Eagle3Drafter`; see `_made`."""
+  return _made(Eagle3Drafter, **options)
+
+
+def _made(
+  kind: type[EagleDrafter],
   *,
   window: int,
   branching: Sequence[int] = (),
   nodes: int | None = None,
   beam: int | None = None,
   **options: Any,
-) -> Eagle3Drafter:
-  """An `Eagle3Drafter` over a chain of ``window`` drafts, or a tree as deep; see `tree_drafter.shaped`.
+) -> Any:
+  """A drafter over a chain of ``window`` drafts, or a tree as deep; see `tree_drafter.shaped`.
 
   Args:
-    **options: fields of `Eagle3Drafter`.
+    **options: fields of `EagleDrafter`.
 
   Raises:
     ValueError: naming the field, the value and the limit.
   """
-  return Eagle3Drafter(
-    **shaped("eagle3", window=window, branching=branching, nodes=nodes, beam=beam, **options)
-  )
+  return kind(**shaped(kind.name, window=window, branching=branching, nodes=nodes, beam=beam, **options))

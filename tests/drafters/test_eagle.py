@@ -1,4 +1,4 @@
-"""EAGLE-3 in the loop: which feature goes with which token, what the ring holds, what is never kept."""
+"""EAGLE in the loop: which feature goes with which token, what the ring holds, what is never kept."""
 
 import functools
 
@@ -10,8 +10,8 @@ from flax import nnx
 
 from specjax import decode
 from specjax.base import Committed
-from specjax.drafters import Eagle3Drafter, EagleWeights, make_drafter
-from specjax.models import Eagle3
+from specjax.drafters import Eagle3Drafter, EagleDrafter, EagleWeights, make_drafter
+from specjax.models import Eagle1, Eagle3
 from specjax.testing import draft_context, perturbed, poison
 from specjax.tree import TokenTree
 from tests import contract, heads
@@ -21,21 +21,26 @@ RING = 5
 PROMPTS = [list(prompt) for prompt in contract.PROMPTS]
 TREE = TokenTree((-1, 0, 0, 1, 1, 2, 5))
 SIZES = dict(vocab_size=V, num_real_tokens=V, max_length=512, taps=heads.TAPS)
+TAPS = {"eagle": (2,), "eagle3": heads.TAPS}
 
 
 IDS = np.arange(1, V, 2)  # a draft vocabulary: the head's token i is the target's 2 i + 1
 
 
 @functools.cache
-def weights():
-  config, target = heads.eagle3_config(contract.target().config, IDS), contract.target()
-  head = Eagle3(config, ids=IDS, dtype=jnp.float32, rngs=nnx.Rngs(3))
+def weights(kind="eagle3"):
+  target, common = contract.target(), dict(ids=IDS, dtype=jnp.float32, rngs=nnx.Rngs(3))
+  if kind == "eagle":
+    head = Eagle1(heads.eagle1_config(target.config, IDS), target, **common)
+  else:
+    head = Eagle3(heads.eagle3_config(target.config, IDS), **common)
   return EagleWeights(head, target.embed[...])
 
 
 @jax.jit
 def _features(target, head, tokens):
-  taps = target(tokens, target.init_cache(*tokens.shape), taps=heads.TAPS, logits=False).taps
+  taps = head.config.tap_layers
+  taps = target(tokens, target.init_cache(*tokens.shape), taps=taps, logits=False).taps
   return taps, head.fuse(taps)
 
 
@@ -47,15 +52,15 @@ def _rows(weights, features, tokens):
   return output.logits[0], output.hidden[0]
 
 
-def features_of(texts):
+def features_of(texts, kind="eagle3"):
   """Taps and fused features at every position of the texts, ``[B, WIDTH, …]``."""
   tokens = np.zeros((len(texts), WIDTH), np.int32)
   for row, text in enumerate(texts):
     tokens[row, : len(text)] = text
-  return jax.device_get(_features(contract.target(), weights().head, jnp.asarray(tokens)))
+  return jax.device_get(_features(contract.target(), weights(kind).head, jnp.asarray(tokens)))
 
 
-def likeliest(text, features, path) -> list[int]:
+def likeliest(text, features, path, kind="eagle3") -> list[int]:
   """The target's ids of what the head says behind a drafted path, best first: its rows are made anew, without
   its cache.
 
@@ -69,15 +74,15 @@ def likeliest(text, features, path) -> list[int]:
   padded = np.zeros((1, WIDTH), np.int32)
   padded[0, : len(tokens)] = tokens
   for step in range(len(path) + 1):
-    logits, hidden = _rows(weights(), made, padded)
+    logits, hidden = _rows(weights(kind), made, padded)
     if step < len(path):
       made[0, count + step] = np.asarray(hidden)[count + step - 1]
   return IDS[np.argsort(-np.asarray(logits)[count + len(path) - 1], kind="stable")].tolist()
 
 
-def chunks(texts, width):
+def chunks(texts, width, kind):
   """What `prefill` is given of prompts, in chunks: padding behind each."""
-  taps, _ = features_of(texts)
+  taps, _ = features_of(texts, kind)
   for start in range(0, max(map(len, texts)) - 1, width):
     tokens, valid = np.full((len(texts), width), 60, np.int32), np.zeros((len(texts), width), bool)
     for row, text in enumerate(texts):
@@ -98,34 +103,41 @@ def _propose(drafter, weights, state, context):
 
 
 def prefilled(drafter, texts, width=16):
-  state = drafter.init(weights(), len(texts), 64)
-  for chunk in chunks(texts, width):
-    state = _prefill(drafter, weights(), state, chunk)
+  kind = drafter.name
+  state = drafter.init(weights(kind), len(texts), 64)
+  for chunk in chunks(texts, width, kind):
+    state = _prefill(drafter, weights(kind), state, chunk)
   return state
 
 
 def proposed(drafter, texts, state=None):
   """Proposal and state; behind the texts as prompts, or a state that knows them."""
   state = prefilled(drafter, texts) if state is None else state
-  return jax.device_get(_propose(drafter, weights(), state, draft_context(texts, 64)))
+  return jax.device_get(_propose(drafter, weights(drafter.name), state, draft_context(texts, 64)))
 
 
-def make(tree=TREE, policy="top_k", **options):
-  return Eagle3Drafter(tree, policy=policy, **{**SIZES, "ring": RING, **options})
+def make(tree=TREE, policy="top_k", kind="eagle3", **options):
+  make = {"eagle": EagleDrafter, "eagle3": Eagle3Drafter}[kind]
+  return make(tree, policy=policy, **{**SIZES, "taps": TAPS[kind], "ring": RING, **options})
 
 
 @pytest.mark.parametrize(
-  "tree", (TREE, pytest.param(TokenTree.chain(4), marks=pytest.mark.slow)), ids=("tree", "chain")
+  ("kind", "tree"),
+  [
+    pytest.param("eagle3", TREE, id="eagle3"),
+    pytest.param("eagle", TREE, id="eagle"),
+    pytest.param("eagle3", TokenTree.chain(4), marks=pytest.mark.slow, id="eagle3 chain"),
+  ],
 )
-def test_drafts_are_the_heads_own(tree):
+def test_drafts_are_the_heads_own(kind, tree):
   """Each node's children are the likeliest of a head that is run anew over the text and the node's path.
 
   Fails when a feature goes with its own token and not the next, what recurs is taken from another row or is
   fused once more, a row sits a position off, a node sees a sibling's row, or the head's own numbering is
   proposed or fed (case L3).
   """
-  proposal, state = proposed(make(tree), PROMPTS)
-  _, features = features_of(PROMPTS)
+  proposal, state = proposed(make(tree, kind=kind), PROMPTS)
+  _, features = features_of(PROMPTS, kind)
   for row, text in enumerate(PROMPTS):
     if len(text) == 1:  # the target has no feature yet
       assert proposal.valid[row].tolist() == [True] + [False] * (tree.num_nodes - 1)
@@ -134,7 +146,7 @@ def test_drafts_are_the_heads_own(tree):
     for node, children in enumerate(tree.children):
       if children:
         path = proposal.tokens[row, tree.paths[node][1 : tree.depths[node] + 1]]
-        best = likeliest(text, features[row], path)
+        best = likeliest(text, features[row], path, kind)
         assert proposal.tokens[row, list(children)].tolist() == best[: len(children)]
   # What was drafted is not counted.
   np.testing.assert_array_equal(state.cache.length, [len(text) - 1 for text in PROMPTS])
@@ -267,7 +279,7 @@ def test_broken_weights_leave_the_text_alone():
 @pytest.mark.parametrize(
   ("options", "words"),
   [
-    (dict(taps=(0, 1)), "taps"),
+    (dict(taps=()), r"taps = \(\); eagle3"),
     (dict(ring=3), "ring = 3.*up to 4"),
     (dict(ring=True), "ring = True"),
     (dict(window=0), "window = 0; eagle3"),
