@@ -32,6 +32,7 @@ class Ablation:
 
 
 _EAGLE3 = "eagle3[steps={steps},judged=3,draft_vocab=8192,start=28,output=target{more}]"
+_INPUTS = ("both", "feature", "token")
 _LOSSES = ("cross_entropy", "kl", "total_variation", "log_acceptance", "tokens")
 
 TABLES: dict[str, Ablation] = {
@@ -42,6 +43,20 @@ TABLES: dict[str, Ablation] = {
   "depths": Ablation(
     "EAGLE-3 by steps of the training-time test",
     {f"{steps} steps": _EAGLE3.format(steps=steps, more="") for steps in (1, 2, 3)},
+  ),
+  "inputs": Ablation(
+    "EAGLE-1 by what a row sees (EAGLE: inputs of the draft model)",
+    {inputs: f"eagle[inputs={inputs},judged=3,draft_vocab=8192,start=28]" for inputs in _INPUTS},
+  ),
+  "features": Ablation(
+    "EAGLE-3 without its parts, and EAGLE-1",
+    {
+      "EAGLE-3": _EAGLE3.format(steps=3, more=""),
+      "no fused features": _EAGLE3.format(steps=3, more=",tap_layers=(30,)"),
+      "no training-time test": _EAGLE3.format(steps=1, more=""),
+      "neither": _EAGLE3.format(steps=1, more=",tap_layers=(30,)"),
+      "EAGLE-1": "eagle[judged=3,draft_vocab=8192,start=28]",
+    },
   ),
 }
 
