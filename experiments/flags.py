@@ -34,10 +34,10 @@ DRAFTER_PATH = flags.DEFINE_list(
   "drafter_path",
   [],
   "Folders of trained heads, one of a kind, with commas between, instead of those that are shipped for "
-  "--model: EAGLE-1 and EAGLE-2 (--drafter=eagle), EAGLE-3 (--drafter=eagle3), Medusa "
-  "(--drafter=medusa), an early exit (--drafter=early_exit), or a draft decoder made for the target "
-  "(--drafter=two_model, instead of --draft_model). EAGLE and Medusa files of other projects are read as "
-  "they are.",
+  "--model: EAGLE-1 and EAGLE-2 (--drafter=eagle), EAGLE-3 (--drafter=eagle3), Medusa (--drafter=medusa), a "
+  "one-pass block head (--drafter=block), an early exit (--drafter=early_exit), or a draft decoder made for "
+  "the target (--drafter=two_model, instead of --draft_model). EAGLE and Medusa files of other projects are "
+  "read as they are.",
 )
 DRAFTER = flags.DEFINE_string(
   "drafter",
@@ -54,7 +54,7 @@ DRAFTER = flags.DEFINE_string(
 WINDOW = flags.DEFINE_integer(
   "window",
   None,
-  "Drafts a round. Default: 7 for prompt_lookup, 3 for eagle, eagle3 and medusa, 4 for the others.",
+  "Drafts a round. Default: 7 for prompt_lookup, 3 for eagle, eagle3, medusa and block, 4 for the others.",
 )
 RULE = flags.DEFINE_string(
   "rule",
@@ -68,7 +68,7 @@ DRAFT_POLICY = flags.DEFINE_enum(
   "draft_policy",
   "auto",
   ["auto", "sample", "sample_without_replacement", "top_k"],
-  "How two_model, eagle, eagle3, self_speculation and early_exit pick their drafts. auto: top_k at "
+  "How two_model, eagle, eagle3, block, self_speculation and early_exit pick their drafts. auto: top_k at "
   "temperature 0 and for dynamic trees, otherwise sample.",
 )
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0 is greedy.", 0.0, 1e4)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from experiments.methods import MethodText
 from specjax.base import Trees
 from specjax.checkpoints import DraftHead, LoadedModel, load_head, load_skips
-from specjax.drafters import EagleWeights, EarlyExitWeights, MedusaWeights
+from specjax.drafters import BlockWeights, EagleWeights, EarlyExitWeights, MedusaWeights
 from specjax.models import Decoder, DraftDecoder, FeatureHead, TokenMap, output_rows, skipping, truncated
 from specjax.models.sharding import shard_model
 
@@ -50,7 +50,7 @@ def check_sources(
       raise ValueError(f"drafter {method.drafter} needs --drafter_path")
   if paths and not any(method.head for method in methods):
     raise ValueError(
-      f"--drafter_path is not used by {', '.join(drafters)}; pass --drafter=eagle, eagle3 or medusa"
+      f"--drafter_path is not used by {', '.join(drafters)}; pass --drafter=eagle, eagle3, medusa or block"
     )
 
 
@@ -101,7 +101,7 @@ def _on_mesh(head: DraftHead, mesh: Mesh) -> DraftHead:
   if isinstance(head.module, DraftDecoder):
     return dataclasses.replace(head, module=shard_model(head.module, mesh))
   module = jax.device_put(head.module, NamedSharding(mesh, PartitionSpec()))
-  if isinstance(module, FeatureHead) or head.kind == "early_exit":
+  if isinstance(module, FeatureHead) or head.kind in ("block", "early_exit"):
     module.mesh = mesh  # its attention is cut over rows and heads
   return dataclasses.replace(head, module=module)
 
@@ -110,6 +110,8 @@ def weights(head: DraftHead, target: Decoder) -> Any:
   """What the head's drafter takes, with the arrays of the target that it reads."""
   if isinstance(head.module, FeatureHead):
     return EagleWeights(head.module, target.embed[...])
+  if head.kind == "block":
+    return BlockWeights(head.module, target.embed[...])
   if head.kind == "medusa":
     rows = output_rows(target, head.module.ids) if head.config.output == "target" else None
     return MedusaWeights(head.module, target.norm, rows)
@@ -158,8 +160,9 @@ def draft_step(draft: Any, target: Decoder, trees: Trees) -> float:
   size = lambda model: sum(leaf.nbytes for leaf in jax.tree.leaves(model))
   if isinstance(draft, EarlyExitWeights):
     return (size(draft.adapter) + size(draft.layers.layers)) / size(target)
-  if isinstance(draft, EagleWeights):
-    return size(draft.head) / size(target)  # of the embeddings a few rows are read
-  # Medusa's heads all speak at once, whatever the depth.
-  levels = max(tree.max_depth for tree in trees) if isinstance(draft, MedusaWeights) else 1
-  return size(draft) / size(target) / levels
+  # Medusa's heads and a block's positions all speak at once, whatever the depth.
+  at_once = isinstance(draft, MedusaWeights | BlockWeights)
+  levels = max(tree.max_depth for tree in trees) if at_once else 1
+  # Of the embeddings a few rows are read.
+  read = draft.head if isinstance(draft, EagleWeights | BlockWeights) else draft
+  return size(read) / size(target) / levels

@@ -31,6 +31,7 @@ WIDTHS = {
   "eagle": ("eagle[window=3]", "eagle[window=7]", "eagle[nodes=8,beam=3,window=4]"),
   "eagle3": ("eagle3[window=3]", "eagle3[window=7]", "eagle3[nodes=8,beam=3,window=4]"),
   "medusa": ("medusa[window=3]", "medusa[tree=((0,),(1,),(2,),(0,0),(0,1),(1,0),(0,0,0))]"),
+  "block": ("block[window=3]", "block[nodes=8,beam=3,window=3]"),
   "self_speculation": ("self_speculation[window=3]", "self_speculation[window=7]"),
   "early_exit": ("early_exit[window=3]", "early_exit[window=7]"),
 }
@@ -40,6 +41,7 @@ HEADS = {
   "eagle3": "eagle3",
   "medusa": "medusa",
   "two_model": "draft",
+  "block": "block",
   "early_exit": "early_exit",
 }
 # Options of `self_speculation`: which of the target's layers draft. One of them is given.

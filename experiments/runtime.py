@@ -37,11 +37,12 @@ DEFAULT_WINDOWS = {
   "eagle": 3,
   "eagle3": 3,
   "medusa": 3,
+  "block": 3,
   "self_speculation": 4,
   "early_exit": 4,
 }
 # Drafters that run a head on the target's features.
-_ON_FEATURES = frozenset({"eagle", "eagle3"})
+_ON_FEATURES = frozenset({"eagle", "eagle3", "block"})
 # Drafters whose drafts are drawn from a distribution, or the most likely.
 _GROWING = _ON_FEATURES | {"two_model", "self_speculation", "early_exit"}
 # Drafters that often propose nothing; such a round then runs the target over the roots alone.
@@ -295,6 +296,8 @@ def _make_drafter(job: Job, text: str, shared_layers: Mapping[str, Any]) -> Draf
     )
   if name in _ON_FEATURES:
     options |= dict(taps=job.heads[HEADS[name]].config.tap_layers)
+  if name == "block":
+    options |= dict(block_size=job.heads[HEADS[name]].config.block_size)
   if name == "early_exit":
     options |= dict(exit=job.heads["early_exit"].config.exit_layer)
   if shared_layers:

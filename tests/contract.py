@@ -155,6 +155,25 @@ def medusa(**shape):
   return make_drafter("medusa", **shape, **sizes), weights
 
 
+@functools.cache
+def block_weights():
+  """Often right on the plain texts, which its output layer and Markov head are fitted to."""
+  return heads.block(target(), plain_texts(), plain_lengths())
+
+
+def block_drafter(window=WINDOW, **options):
+  sizes = dict(vocab_size=VOCAB, num_real_tokens=VOCAB, max_length=512, taps=heads.TAPS, block_size=5)
+  return make_drafter("block", window=window, **sizes, **options)
+
+
+def block(**options):
+  return block_drafter(**options), block_weights()
+
+
+def block_caches(state):
+  return {"head": (heads.BlockRows(target(), block_weights()), state.cache)}
+
+
 def self_speculation_drafter(exit, **options):
   sizes = dict(vocab_size=VOCAB, num_real_tokens=VOCAB, max_length=512)
   return make_drafter("self_speculation", **{"window": WINDOW, "exit": exit, **sizes, **options})
@@ -384,6 +403,32 @@ DRAFTERS: dict[str, DrafterCase] = {
       ),
     ),
   ),
+  "block_chain_sample": DrafterCase(
+    lambda: block(policy="sample"), rules=(*ANY_CHAIN, "block_verification"), deep=True, caches=block_caches
+  ),
+  "block_tree_distinct": DrafterCase(
+    lambda: block(branching=(2, 2), policy="sample_without_replacement"),
+    rules=("draw_and_follow", *TREE_RULES),
+    deep=True,
+    caches=block_caches,
+  ),
+  "block_dynamic": DrafterCase(
+    lambda: block(nodes=7, beam=3), rules=("greedy", "draw_and_follow"), deep=True, caches=block_caches
+  ),
+  # Blocks are longer than most of these drafts, and plain rounds come between.
+  "block_widths": DrafterCase(
+    lambda: block(policy="sample"),
+    rules=("traversal_verification", "greedy"),
+    caches=block_caches,
+    changes=dict(
+      control=ScriptedControl((3, 0, 1, 2, 4, 0, 0)),
+      alternatives=(
+        block_drafter(1, policy="sample"),
+        block_drafter(3, branching=(2, 2), policy="sample"),
+        block_drafter(3, nodes=6, beam=2),
+      ),
+    ),
+  ),
   "self_speculation_prefix": DrafterCase(lambda: prefix(), rules=("speculative_sampling", "greedy")),
   "self_speculation_skips": DrafterCase(
     lambda: skips(LAST_FF), rules=("draw_and_follow", "block_verification", "greedy")
@@ -459,6 +504,10 @@ LONGER = {
   ("medusa_tree", "traversal_verification"),
   ("eagle3_widths", "traversal_verification"),
   ("eagle3_widths", "greedy"),
+  *(("block_chain_sample", rule) for rule in ANY_CHAIN),
+  *(("block_tree_distinct", rule) for rule in ("draw_and_follow", *TREE_RULES)),
+  *(("block_dynamic", rule) for rule in ("greedy", "draw_and_follow")),
+  *(("block_widths", rule) for rule in ("traversal_verification", "greedy")),
   *(("self_speculation_prefix", rule) for rule in ("speculative_sampling", "greedy")),
   *(("self_speculation_skips", rule) for rule in ("draw_and_follow", "block_verification", "greedy")),
   *(("self_speculation_tree", rule) for rule in ("greedy", "traversal_verification")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.struct
@@ -11,8 +12,10 @@ import numpy as np
 from flax import nnx
 
 from specjax.base import ModelOutput
-from specjax.drafters import EagleWeights, EarlyExitWeights, MedusaWeights
+from specjax.drafters import BlockWeights, EagleWeights, EarlyExitWeights, MedusaWeights
 from specjax.models import (
+  BlockConfig,
+  BlockHead,
   Decoder,
   DecoderConfig,
   DraftConfig,
@@ -196,3 +199,93 @@ class EarlyExitRows:
     exit_layer = adapter.config.exit_layer
     taps = self.target(tokens, self.target.init_cache(*tokens.shape), taps=(exit_layer,), logits=False).taps
     return adapter(taps[:, :, 0], cache, logits=logits)
+
+
+def block_config(target: DecoderConfig, ids=None, *, block_size: int = 5, markov_rank: int | None = 24):
+  """Of a head of two layers with as few kv heads as query heads allow."""
+  decoder = target.replace(num_layers=2, d_ff=40, num_heads=4, num_kv_heads=2, head_dim=6, rope_base=500.0)
+  size = None if ids is None else len(ids)
+  return BlockConfig(decoder, TAPS, block_size, draft_vocab_size=size, markov_rank=markov_rank)
+
+
+def block_head(target: DecoderConfig, ids=None, *, seed: int = 6, **options) -> BlockHead:
+  """A random head for a target."""
+  return random_block(block_config(target, ids, **options), ids, seed=seed)
+
+
+def random_block(config: BlockConfig, ids=None, *, seed: int = 6) -> BlockHead:
+  """A random head whose Markov head, if it has one, says something."""
+  head = BlockHead(config, ids=ids, dtype=jnp.float32, rngs=nnx.Rngs(seed))
+  if head.markov is not None:
+    before = np.random.default_rng(seed).standard_normal(head.markov.before.shape)
+    head.markov.before = nnx.Param(jnp.asarray(before, jnp.float32))
+  return head
+
+
+@functools.partial(jax.jit, static_argnames="width")
+def _block_hidden(head, embed, tokens, features, width):
+  """The last layer's normed output of the block behind each root of ``tokens [T]``: ``[T, G, D]``."""
+  root = jnp.arange(width)
+  of_each = jnp.broadcast_to(features, (width, *features.shape))
+  cache = head.remember(of_each, head.init_cache(width, width)).replace(length=root)
+  return head.hidden(jnp.take(embed, tokens, axis=0), cache)[0]
+
+
+def block(target: Decoder, texts: np.ndarray, lengths, *, ids=None, **options) -> BlockWeights:
+  """A head whose output layer and Markov head are fitted to the texts, as far as rank r lets them."""
+  head, embed = block_head(target.config, ids, **options), target.embed[...]
+  tokens = jnp.asarray(texts)
+  features, width, vocab = head.fuse(_taps(target, tokens)), texts.shape[1], target.config.vocab_size
+  inputs, said, before = [], [], []
+  for row, length in enumerate(lengths):
+    hidden = np.asarray(_block_hidden(head, embed, tokens[row], features[row], width))
+    for d in range(head.config.block_size):
+      roots = np.arange(1, length - 1 - d)
+      inputs.append(hidden[roots, d])
+      said.append(texts[row, roots + 1 + d])
+      before.append(texts[row, roots + d])
+  if head.markov is None:
+    head.output.weight = nnx.Param(_fitted(inputs, said, vocab, ids))
+    return BlockWeights(head, embed)
+  token_before = np.eye(vocab)[np.concatenate(before)]
+  weight = _fitted([np.concatenate([np.concatenate(inputs), token_before], axis=1)], said, vocab, ids)
+  width = head.config.decoder.d_model
+  head.output.weight = nnx.Param(weight[:, :width])
+  u, s, vt = np.linalg.svd(np.asarray(weight[:, width:]), full_matrices=False)
+  rank = head.config.markov_rank
+  head.markov.after = nnx.Param(jnp.asarray(u[:, :rank] * s[:rank], jnp.float32))
+  head.markov.before = nnx.Param(jnp.asarray(vt[:rank].T, jnp.float32))
+  return BlockWeights(head, embed)
+
+
+@flax.struct.dataclass
+class BlockRows:
+  """Stands for a model whose cache rows are a block head's, from the target's own features."""
+
+  target: Decoder
+  weights: BlockWeights
+
+  def init_cache(self, batch, slots):
+    head = self.weights.head
+    return head.init_cache(batch, slots - head.config.block_size)
+
+  def __call__(self, tokens, cache, *, logits=False) -> ModelOutput:
+    head = self.weights.head
+    taps = self.target(tokens, self.target.init_cache(*tokens.shape), taps=TAPS, logits=False).taps
+    return ModelOutput(None, head.remember(head.fuse(taps), cache))
+
+
+@flax.struct.dataclass
+class Tapped:
+  """A target of another's logits with hidden states to tap: rows of ``table [V, D]``, at each layer."""
+
+  target: Any
+  table: jax.Array
+
+  def init_cache(self, batch, slots):
+    return self.target.init_cache(batch, slots)
+
+  def __call__(self, tokens, cache, *, taps=(), **kwargs) -> ModelOutput:
+    output = self.target(tokens, cache, **kwargs)
+    seen = jnp.take(self.table, tokens, axis=0)[:, :, None]
+    return output.replace(taps=jnp.repeat(seen, len(taps), axis=2) if taps else None)

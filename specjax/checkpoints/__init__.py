@@ -1,5 +1,6 @@
 """Model sources, checkpoint formats and tokenizers."""
 
+from specjax.checkpoints.block_files import save_block
 from specjax.checkpoints.draft_files import save_draft
 from specjax.checkpoints.eagle1_files import save_eagle1
 from specjax.checkpoints.eagle_files import save_eagle3
@@ -25,6 +26,7 @@ __all__ = [
   "load_skips",
   "load_tokenizer",
   "read_description",
+  "save_block",
   "save_draft",
   "save_eagle1",
   "save_eagle3",

@@ -1,7 +1,8 @@
 """One way in: a folder with a trained draft head → the head, checked against its target.
 
 Layouts: Medusa (`medusa_files`), EAGLE-1 and EAGLE-2 (`eagle1_files`), EAGLE-3 of its authors and of
-speculators (`eagle_files`), a distilled draft decoder (`draft_files`), the adapter of an early exit
+speculators (`eagle_files`), a distilled draft decoder (`draft_files`), a one-pass block head (`block_files`),
+the adapter of an early exit
 (`early_exit_files`). Which one a folder holds is seen by its files, its config and its tensors' names.
 """
 
@@ -14,6 +15,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from specjax.checkpoints import draft_vocabulary as vocabulary
+from specjax.checkpoints.block_files import BLOCK_FIELD, load_block
 from specjax.checkpoints.draft_files import DRAFT_FIELD, load_draft
 from specjax.checkpoints.eagle1_files import is_eagle1, load_eagle1
 from specjax.checkpoints.eagle_files import LAYER_NAMES, load_eagle3
@@ -25,6 +27,8 @@ from specjax.checkpoints.medusa_files import is_medusa, load_medusa
 from specjax.checkpoints.pickled import read_pickled
 from specjax.checkpoints.sources import LoadedModel
 from specjax.models import (
+  BlockConfig,
+  BlockHead,
   DraftConfig,
   DraftDecoder,
   Eagle1,
@@ -51,9 +55,9 @@ class DraftHead:
     source: the folder it was loaded from.
   """
 
-  kind: Literal["medusa", "eagle", "eagle3", "draft", "early_exit"]
-  module: MedusaHeads | Eagle1 | Eagle3 | DraftDecoder | EarlyExit
-  config: MedusaConfig | Eagle1Config | Eagle3Config | DraftConfig | EarlyExitConfig
+  kind: Literal["medusa", "eagle", "eagle3", "draft", "block", "early_exit"]
+  module: MedusaHeads | Eagle1 | Eagle3 | DraftDecoder | BlockHead | EarlyExit
+  config: MedusaConfig | Eagle1Config | Eagle3Config | DraftConfig | BlockConfig | EarlyExitConfig
   source: str
 
 
@@ -82,6 +86,9 @@ def load_head(path: str, target: LoadedModel, *, dtype=jnp.float32) -> DraftHead
   if DRAFT_FIELD in values:
     draft = load_draft(path, values, tensors, target, dtype=dtype)
     return DraftHead("draft", draft, draft.draft_config, path)
+  if BLOCK_FIELD in values:
+    head = load_block(path, values, tensors, target, dtype=dtype)
+    return DraftHead("block", head, head.config, path)
   if EARLY_EXIT_FIELD in values:
     adapter = load_early_exit(path, values, tensors, target, dtype=dtype)
     return DraftHead("early_exit", adapter, adapter.config, path)
@@ -112,5 +119,5 @@ def _eagle3_layout(folder: str, values: dict[str, Any], tensors: dict[str, Store
   raise CheckpointError(
     f"{folder}: not a known draft head; known: Medusa (medusa_lm_head.*), EAGLE-1 and EAGLE-2 (fc, "
     "layers.0.*, no norm), EAGLE-3 (midlayer.*), speculators' EAGLE-3 (speculators_model_type, layers.0.*), "
-    "a draft decoder written by save_draft, and an early exit written by save_early_exit"
+    "and what save_draft, save_block and save_early_exit write"
   )

@@ -78,6 +78,16 @@ _EAGLE3 = {
   "d2t": "output.token_map",
 }
 
+# Of a one-pass block head, beside the layers, which are named as in a Hugging Face file.
+_BLOCK = {
+  "fc.weight": "fc.weight",
+  "mask_embeddings": "masks",
+  "markov.before": "markov.before",
+  "markov.after": "markov.after",
+  **_OUTPUT,
+  "d2t": "output.token_map",
+}
+
 # Of an early exit: what a model of one layer would call them, without its feed-forward.
 _EARLY_EXIT = {
   "layers.0.input_layernorm.weight": "attention_norm.weight",
@@ -152,3 +162,9 @@ def draft_names(num_layers: int) -> dict[str, str]:
   """Parameter path of `DraftDecoder` → tensor name; what is the target's has none."""
   table = {name: path for name, path in _HF.items() if path not in ("embed", "head.weight")}
   return _expand({**table, **_OUTPUT, "d2t": "token_map"}, num_layers)
+
+
+def block_names(num_layers: int) -> dict[str, str]:
+  """Parameter path of `BlockHead` → tensor name; the embedding is the target's."""
+  table = {name: path for name, path in _HF.items() if path not in ("embed", "head.weight")}
+  return _expand({**table, **_BLOCK}, num_layers)

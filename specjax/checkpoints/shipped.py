@@ -17,7 +17,7 @@ from specjax.checkpoints.files import read_json
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shipped")
 TRAINING, RESULTS = "training.json", "results.json"
 # Kinds as in `DraftHead`.
-KINDS = ("eagle", "eagle3", "medusa", "draft", "early_exit")
+KINDS = ("eagle", "eagle3", "medusa", "draft", "block", "early_exit")
 
 
 def shipped_heads(target: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from specjax import options
 from specjax.base import Drafter
+from specjax.drafters.block import Block, BlockWeights, block
 from specjax.drafters.eagle import Eagle3Drafter, EagleDrafter, EagleWeights, eagle, eagle3
 from specjax.drafters.early_exit import EarlyExitDrafter, EarlyExitWeights, early_exit
 from specjax.drafters.medusa import Medusa, MedusaWeights, medusa
@@ -23,6 +24,7 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
   "eagle": eagle,
   "eagle3": eagle3,
   "medusa": medusa,
+  "block": block,
   "early_exit": early_exit,
   "self_speculation": self_speculation,
 }
@@ -61,6 +63,8 @@ def make_drafter(text: str, **others: Any) -> Drafter:
 
 __all__ = [
   "DRAFTERS",
+  "Block",
+  "BlockWeights",
   "Eagle3Drafter",
   "EagleDrafter",
   "EagleWeights",
@@ -72,6 +76,7 @@ __all__ = [
   "PromptLookup",
   "SelfSpeculation",
   "TwoModel",
+  "block",
   "eagle",
   "eagle3",
   "early_exit",

@@ -1,5 +1,6 @@
 """Target and draft models, and draft heads."""
 
+from specjax.models.block import BlockConfig, BlockHead
 from specjax.models.config import DecoderConfig, Llama3RopeScaling
 from specjax.models.decoder import Decoder, truncated
 from specjax.models.draft import DraftConfig, DraftDecoder
@@ -12,6 +13,8 @@ from specjax.models.output import OutputLayer, TokenMap, output_rows, over_targe
 from specjax.models.skipping import SkipSet, skipping
 
 __all__ = [
+  "BlockConfig",
+  "BlockHead",
   "Decoder",
   "DecoderConfig",
   "DraftConfig",

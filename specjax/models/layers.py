@@ -237,6 +237,26 @@ def write_and_attend(q, k, v, k_cache, v_cache, call: Call, window: int | None):
   return local(q, k, v, k_cache, v_cache, call.prefix_length, call.start, call.ancestors)
 
 
+def write(k, v, k_cache, v_cache, call: Call):
+  """Writes the rows ``k, v [B, T, K, H]``, nothing else: what `write_and_attend` does before it attends."""
+
+  def local(k, v, k_cache, v_cache, start):
+    k_cache = kv.write_rows(k_cache, k.swapaxes(1, 2), start)
+    return k_cache, kv.write_rows(v_cache, v.swapaxes(1, 2), start)
+
+  if call.mesh is not None:
+    data, model = divided(call.mesh, "data", k.shape[0]), divided(call.mesh, "model", k.shape[2])
+    heads, cache = P(data, None, model, None), P(data, model, None, None)
+    local = jax.shard_map(
+      local,
+      mesh=call.mesh,
+      in_specs=(heads, heads, cache, cache, P(data)),
+      out_specs=(cache, cache),
+      check_vma=False,
+    )
+  return local(k, v, k_cache, v_cache, call.start)
+
+
 class FeedForward(nnx.Module):
   """Gated feed-forward: down(silu(gate x) · up x)."""
 

@@ -1,21 +1,40 @@
-"""Run by `test_mesh.py` on 8 host devices: prints the drafters whose sharded text equals one device's."""
+"""Run by `test_mesh.py` on 8 host devices: prints the drafters whose sharded text equals one device's.
+
+Drafters are named by arguments.
+"""
+
+import sys
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from specjax import decode
-from specjax.drafters import make_drafter
+from specjax.drafters import BlockWeights, make_drafter
+from specjax.models import BlockConfig
 from specjax.models.sharding import make_mesh, shard_model
 from specjax.processors import TokenAutomaton
 from specjax.sampling import Settings
 from specjax.testing import perturbed, tiny_model
 from specjax.verify import make_rule
+from tests.heads import random_block
 
 SIZES = dict(num_layers=1, num_heads=8, num_kv_heads=4, head_dim=8, d_model=32, d_ff=64, vocab_size=64)
 PROMPTS = [[3, 14, 15, 9, 26, 5], [1, 2, 3, 1, 2, 3, 1, 2], [7], list(range(20, 39))]
 
 
-def main():
+def placed(model, mesh):
+  """A decoder cut over the mesh; a head, which is small, on every device."""
+  if model is None or mesh is None:
+    return model
+  if not isinstance(model, BlockWeights):
+    return shard_model(model, mesh)
+  model = jax.device_put(model, NamedSharding(mesh, PartitionSpec()))
+  model.head.mesh = mesh
+  return model
+
+
+def main(names):
   assert jax.device_count() == 8
   mesh = make_mesh("data:2,model:4")
   target = tiny_model(0, **SIZES)
@@ -34,6 +53,18 @@ def main():
       ),
       draft,
     ),
+    "block": (
+      make_drafter(
+        "block[branching=(2,),policy=top_k]",
+        window=3,
+        vocab_size=64,
+        num_real_tokens=64,
+        max_length=512,
+        taps=(0, 1),
+        block_size=4,
+      ),
+      BlockWeights(random_block(BlockConfig(target.config, (0, 1), 4, markov_rank=8)), target.embed[...]),
+    ),
   }
   # The last one samples, with everything that shapes the distribution on.
   odd = TokenAutomaton.create([[(token % 3) - 1 for token in range(64)], [token % 2 for token in range(64)]])
@@ -46,7 +77,8 @@ def main():
     repetition_penalty=1.2,
     logit_bias={5: 2.0},
   )
-  for name, (drafter, model) in drafters.items():
+  for name in names:
+    drafter, model = drafters[name]
     sampled = name == "two_model_tree"
     config = decode.DecodeConfig(
       drafter,
@@ -58,7 +90,7 @@ def main():
     )
     texts = []
     for where in (None, mesh):
-      models = [m if m is None or where is None else shard_model(m, where) for m in (target, model)]
+      models = [placed(m, where) for m in (target, model)]
       weights = decode.Weights(*models, odd if sampled else None)
       settings = shaped if sampled else None
       state = decode.prefill(weights, config, PROMPTS, settings=settings, max_new_tokens=30, mesh=where)
@@ -78,4 +110,4 @@ def main():
 
 
 if __name__ == "__main__":
-  main()
+  main(sys.argv[1:])

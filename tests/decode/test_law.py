@@ -17,10 +17,18 @@ from flax import nnx
 
 from specjax import decode, sampling
 from specjax.control import Adaptive, Beliefs, Fixed, PlusTwoMinusOne
-from specjax.drafters import EagleWeights, make_drafter
-from specjax.models import Eagle1, Eagle1Config
+from specjax.drafters import BlockWeights, EagleWeights, make_drafter
+from specjax.models import BlockConfig, Eagle1, Eagle1Config
 from specjax.sampling import Settings
-from specjax.testing import SampledDrafter, TableTarget, chi_square, joint_law, process, tiny_model
+from specjax.testing import (
+  SampledDrafter,
+  TableTarget,
+  chi_square,
+  joint_law,
+  process,
+  tiny_config,
+  tiny_model,
+)
 from specjax.tree import TokenTree
 from specjax.verify import make_rule
 from tests import heads
@@ -35,6 +43,26 @@ DRAFT = TableTarget.random(11, VOCAB, by="token", spread=1.2)
 def two_model(window=2, **options):
   sizes = dict(vocab_size=VOCAB, num_real_tokens=VOCAB, max_length=99)
   return make_drafter("two_model", window=window, **sizes, **options)
+
+
+BLOCK = BlockConfig(
+  tiny_config(vocab_size=VOCAB, num_layers=1, d_model=8, d_ff=8, num_heads=1, num_kv_heads=1, head_dim=2),
+  tap_layers=(0,),
+  block_size=3,
+  markov_rank=2,
+)
+
+
+def block(window=2, **options):
+  sizes = dict(vocab_size=VOCAB, num_real_tokens=VOCAB, max_length=99, taps=BLOCK.tap_layers, block_size=3)
+  return make_drafter("block", window=window, **sizes, **options)
+
+
+@functools.cache
+def tapped():
+  """The target with hidden states, and a block head on them."""
+  table = np.random.default_rng(5).standard_normal((VOCAB, 8)).astype(np.float32)
+  return heads.Tapped(TARGET, jnp.asarray(table)), BlockWeights(heads.random_block(BLOCK), jnp.asarray(table))
 
 
 TREES = {
@@ -88,6 +116,12 @@ CASES = {
   "tree-sample-traversal": (*tree("tree-sample"), "traversal_verification"),
   "tree-distinct-traversal": (*tree("tree-distinct"), "traversal_verification"),
   "lookup-tree-traversal": (*LOOKUP_TREE, "traversal_verification"),
+  "block-block": (block, tapped, "block_verification"),
+  "block-tree-traversal": (
+    functools.partial(block, **TREES["tree-distinct"]),
+    tapped,
+    "traversal_verification",
+  ),
   "eagle-speculative": (lambda: eagle(policy="sample"), eagle_weights, "speculative_sampling"),
   "eagle-ablated-recursive": (
     lambda: eagle(nodes=5, beam=2, expand="confidence", rerank=False),
@@ -137,6 +171,8 @@ def program(case):
   """Config and weights of a case."""
   if case not in CONTROLLED:
     make, draft, rule = (CASES | FOLLOWED)[case]
+    if draft is tapped:
+      return config_of(make(), rule), decode.Weights(*tapped())
     draft = draft() if draft is eagle_weights else draft
     return config_of(make(), rule), decode.Weights(TARGET, draft)
   make, draft, rule, control = CONTROLLED[case]
@@ -199,6 +235,8 @@ LONGER = (
   "tree-distinct-traversal",
   "tree-distinct-recursive",
   "lookup-tree-traversal",
+  "block-block",
+  "block-tree-traversal",
   "two_model-plus2",
   "tree-adaptive",
   "confidence",

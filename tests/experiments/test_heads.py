@@ -13,6 +13,7 @@ from experiments import heads as trained
 from experiments.methods import parse_method
 from specjax.checkpoints import (
   load_model,
+  save_block,
   save_draft,
   save_eagle1,
   save_eagle3,
@@ -42,9 +43,8 @@ def folders(models, tmp_path_factory):
   """A folder of each kind, for the tiny target."""
   target, rngs = load_model(models[0]).model, nnx.Rngs(0)
   of = str(tmp_path_factory.mktemp("heads"))
-  paths = {
-    kind: os.path.join(of, kind) for kind in ("eagle", "eagle3", "medusa", "draft", "early_exit", "other")
-  }
+  kinds = ("eagle", "eagle3", "medusa", "draft", "block", "early_exit", "other")
+  paths = {kind: os.path.join(of, kind) for kind in kinds}
   config = heads.eagle1_config(target.config, IDS)
   save_eagle1(paths["eagle"], Eagle1(config, target, ids=IDS, dtype=jnp.float32, rngs=rngs))
   config = heads.eagle3_config(target.config, IDS)
@@ -54,6 +54,7 @@ def folders(models, tmp_path_factory):
   save_early_exit(paths["early_exit"], EarlyExit(config, target, ids=IDS, dtype=jnp.float32, rngs=rngs))
   config = MedusaConfig(target.config.d_model, VOCAB, 3)
   save_medusa(paths["medusa"], MedusaHeads(config, dtype=jnp.float32, rngs=rngs))
+  save_block(paths["block"], heads.block_head(target.config, IDS))
   config = DraftConfig(target.config.replace(num_layers=1, max_length=256), draft_vocab_size=len(IDS))
   save_draft(paths["draft"], DraftDecoder(config, target, ids=IDS, dtype=jnp.float32, rngs=rngs))
   return paths
@@ -67,11 +68,11 @@ def test_each_drafter_gets_its_head(models, folders):
   """All kinds in one run. Fails when a head goes to another drafter, or a shape does not come from it."""
   eagles = ["adaptive[of=eagle3]", "eagle[nodes=8,beam=3,window=4,expand=confidence,rerank=False]"]
   names = [*eagles, "adaptive[of=medusa]", "two_model", "none", "prompt_lookup"]
-  names += ["adaptive[of=early_exit[confidence=0.4]]"]
-  with parsed(*flags_of(models, folders, "eagle", "eagle3", "medusa", "draft", "early_exit")):
+  names += ["adaptive[of=early_exit[confidence=0.4]]", "adaptive[of=block]"]
+  with parsed(*flags_of(models, folders, "eagle", "eagle3", "medusa", "draft", "early_exit", "block")):
     job = runtime.load_job(names)
     methods = [runtime.make_method(job, name, 128) for name in names]
-    eagle3, eagle, medusa, two_model, plain, lookup, early = methods
+    eagle3, eagle, medusa, two_model, plain, lookup, early, block = methods
     sampled = parse_method("eagle3[nodes=8,beam=3]")
     assert sampled.takes_window and not parse_method("medusa[tree=((0,),)]").takes_window
   weights, drafters = eagle3.weights.drafter, eagle3.config.drafters
@@ -86,6 +87,11 @@ def test_each_drafter_gets_its_head(models, folders):
   assert medusa.weights.drafter.heads.config.num_heads == 3 and medusa.config.drafter.taps == (2,)
   assert medusa.weights.drafter.rows.shape == (VOCAB, 32)
   assert [d.tree.num_nodes for d in medusa.config.drafters] == [4, 8]
+  assert block.weights.drafter.embed is job.target.model.embed[...]
+  assert [(d.block_size, d.taps, d.tree.num_nodes) for d in block.config.drafters] == [
+    (5, heads.TAPS, 4),
+    (5, heads.TAPS, 8),
+  ]
   assert isinstance(two_model.weights.drafter, DraftDecoder) and two_model.config.drafter.max_length == 256
   assert plain.weights.drafter is None is lookup.weights.drafter
   assert eagle3.beliefs.startswith("assumed")
@@ -117,6 +123,8 @@ def test_dynamic_trees_are_deterministic_at_any_temperature(models, folders):
     (("eagle3", "medusa"), "eagle3", "holds a head of kind medusa, which no drafter takes"),
     (("medusa",), "medusa[window=4]", "the tree is 4 deep; there are 3 heads"),
     (("eagle3",), "eagle3[window=16]", "ring = 16"),
+    (("block",), "block[window=6]", "6 deep; the head says 5 tokens"),
+    (("block",), "eagle3", "holds a head of kind block, which no drafter takes"),
   ],
 )
 def test_heads_that_do_not_fit_are_one_line(models, folders, monkeypatch, capsys, kinds, drafter, words):
@@ -207,6 +215,8 @@ def test_what_a_head_has_not_been_fed_is_timed(models, folders, monkeypatch):
     ("medusa", "medusa"),
     ("two_model", "draft"),
     ("eagle3", "eagle3"),
+    ("block", "block"),
+    ("block[nodes=6,beam=2]", "block"),
   ],
 )
 def test_generate_with_a_head(models, folders, capsys, drafter, kind, tmp_path):

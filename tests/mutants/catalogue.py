@@ -3,6 +3,7 @@
 from tests.mutants import (
   Mutant,
   around,
+  block,
   control,
   core,
   drafting,
@@ -19,6 +20,7 @@ MUTANTS: tuple[Mutant, ...] = (
   *rules.MUTANTS,
   *drafting.MUTANTS,
   *heads.MUTANTS,
+  *block.MUTANTS,
   *own_layers.MUTANTS,
   *around.MUTANTS,
   *control.MUTANTS,

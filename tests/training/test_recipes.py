@@ -30,6 +30,7 @@ RECIPES_UNDER_TEST = {
   "medusa": f"medusa[heads={STEPS},draft_vocab={VOCAB},decay=0.7]",
   "eagle": f"eagle[noise=0,feature_weight=0.7,token_weight=0.3,judged={STEPS},draft_vocab={VOCAB}]",
   "eagle3": f"eagle3[steps={STEPS},tap_layers=(0,1,2),start=1,draft_vocab={VOCAB}]",
+  "block": f"block[size={STEPS},markov=5,layers=2,tap_layers=(0,1,2),draft_vocab={VOCAB}]",
   "early_exit": f"early_exit[exit=1,draft_vocab={VOCAB},judged={STEPS}]",
 }
 
@@ -104,6 +105,21 @@ def decoded_chains(module, embed, tokens, features):
   return shape(recurs), shape(logits)
 
 
+@jax.jit
+def decoded_blocks(module, embed, tokens, features):
+  """A block head as decoding uses it: a pass behind every root of a sample, then the text's own tokens.
+
+  Returns:
+    Logits ``[samples, T, STEPS, Vd]``; entry ``[i, t]`` is of the root at t, d of the token at t + 1 + d.
+  """
+  n, length = tokens.shape
+  sample, root = jnp.repeat(jnp.arange(n), length), jnp.tile(jnp.arange(length), n)
+  cache = module.remember(features[sample], module.init_cache(n * length, length))
+  logits = module(embed[tokens[sample, root]], cache.replace(length=root)).logits
+  before = jnp.minimum(root[:, None] + jnp.arange(STEPS), length - 1)
+  return module.conditioned(logits, tokens[sample[:, None], before]).reshape(n, length, STEPS, -1)
+
+
 @functools.cache
 def drafts(name):
   """``(sample, u, d)`` → logits of depth d of the chain whose first draft is the token at place u."""
@@ -121,6 +137,10 @@ def drafts(name):
     rows = jnp.take(target().head.weight[...], module.ids, axis=0)
     logits = np.asarray(module(target().norm(taps[:, :, 2]), lambda x: x @ rows.T))
     return lambda i, u, d: logits[i, u - 2, d]
+  if name == "block":
+    module = on_raw_features(module)
+    logits = np.asarray(decoded_blocks(module, target().embed[...], tokens, module.fuse(taps)))
+    return lambda i, u, d: logits[i, u - 1, d]
   logits = np.asarray(recurrent(name)[1])
   return lambda i, u, d: logits[i, u - 2, d]
 
@@ -162,7 +182,7 @@ def learned():
   return sum(int(sample.mask[1:].sum()) for sample in texts().samples)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", RECIPES_UNDER_TEST)
 def test_loss_is_that_of_the_loops(name):
   """Fails on a shift by one, an ignored mask, samples that see each other, another weight of a depth."""
   recipe, module = head(name)
@@ -188,7 +208,7 @@ def test_loss_is_that_of_the_loops(name):
   assert (np.asarray(packed(name).counted) >= 0).sum() == learned()
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", RECIPES_UNDER_TEST)
 def test_held_out_figures_are_those_of_the_loops(name):
   """Agreement, acceptance round by round, Σ min(p, q) over the target's whole vocabulary, coverage."""
   recipe, module = head(name)
@@ -300,7 +320,22 @@ def test_fresh_heads_start_from_the_target():
   np.testing.assert_allclose(module.output(hidden), logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ("eagle", "eagle3"))
+def test_blocks_start_from_the_target():
+  """The layers of ``start``, the last tap as the feature, a Markov head that adds nothing."""
+  sizes = np.random.default_rng(2).uniform(0.5, 2.0, (4, 32)).astype(np.float32)
+  recipe = make_recipe("block[size=2,markov=3,tap_layers=(0,1,2),start=1,output=target,draft_vocab=20]")
+  module = recipe.init(target(), TextStats(np.arange(61), sizes=sizes), nnx.Rngs(0))
+  taps = of_target()[0]
+  np.testing.assert_allclose(on_raw_features(module).fuse(taps), taps[:, :, 2], rtol=1e-5)
+  mine, its = module.layers[0].attention, target().layers[1].attention
+  np.testing.assert_array_equal(mine.o.weight[...], its.o.weight[...])
+  assert not np.asarray(module.markov(jnp.arange(61))).any()
+  # What is read of the target is not trained.
+  names = set(Parts(module).params)
+  assert "output.readout" in names and "output.weight" not in names and "masks" in names
+
+
+@pytest.mark.parametrize("name", ("eagle", "eagle3", "block"))
 def test_a_saved_head_is_gone_on_with(name):
   """What training divides inputs by is in the saved `fc`, and out of it again. Fails when it is left in."""
   recipe, module = head(name)
@@ -370,7 +405,16 @@ def test_noise_is_on_what_an_eagle1_head_sees_alone():
   assert totals[0] == totals[1] and abs(totals[2] - totals[3]) > 1
 
 
-@pytest.mark.parametrize("name", ["eagle3[tap_layers=(0,1,2),{}]", "medusa[heads=2,{}]", "distilled[{}]"])
+@pytest.mark.parametrize(
+  "name",
+  [
+    "eagle3[tap_layers=(0,1,2),{}]",
+    "medusa[heads=2,{}]",
+    "distilled[{}]",
+    "block[tap_layers=(0,1,2),{}]",
+    "block[tap_layers=(0,1,2),markov=2,{}]",
+  ],
+)
 @pytest.mark.parametrize("output", ["target", "own"])
 def test_the_draft_vocabulary_of_a_head_that_is_gone_on_with(name, output):
   """That of the new text, unless rows were trained, which keep their tokens. No weight is lost."""
@@ -383,7 +427,8 @@ def test_the_draft_vocabulary_of_a_head_that_is_gone_on_with(name, output):
   new, old = np.asarray(fresh.ids), np.asarray(before.ids)
   params = jax.tree.map(np.asarray, nnx.state(before, nnx.Param))
   module = recipe.go_on(fresh, before)
-  assert set(new) != set(old) and module.ids.tolist() == (new if output == "target" else old).tolist()
+  kept = output == "own" or "markov" in name
+  assert set(new) != set(old) and module.ids.tolist() == (old if kept else new).tolist()
   jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, nnx.state(module, nnx.Param)), params)
 
 
@@ -426,6 +471,16 @@ def test_the_texts_tokens_as_labels():
     ("eagle3[tap_layers=(0,1,2),rank=33]", "rank = 33"),
     ("eagle3[tap_layers=(0,1,2),output=target,rank=3]", "output_rank = 3"),
     ("eagle3[tap_layers=(0,1,2),output=mine]", "output = 'mine'"),
+    ("block", "fewer than 7 layers"),
+    ("block[size=0]", "size = 0"),
+    ("block[size=1,tap_layers=(0,1)]", "block_size = 1"),
+    ("block[markov=-1]", "markov = -1"),
+    ("block[judged=5]", "judged = 5; a block has 4"),
+    ("block[start=(0,1)]", r"start = \(0, 1\); it must name layers = 1"),
+    ("block[start=2,tap_layers=(0,1)]", r"start = \(2,\); the target's layers are 0 … 1"),
+    ("block[start=0,d_ff=8]", "d_ff = 8"),
+    ("block[tap_layers=(0,3)]", r"tap_layers = \(0, 3\)"),
+    ("block[tap_layers=(0,1),output=target,rank=3]", "output_rank = 3"),
     ("eagle3[tap_layers=2]", "tap_layers = 2"),
     ("eagle3[tap_layers=(2,1)]", "ascending"),
     ("eagle[inputs=none]", "inputs = 'none'"),

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from specjax import options
 from specjax.training.recipes.base import RANKS, Recipe, TextStats, acceptance, reference, without_layers
+from specjax.training.recipes.block import Block
 from specjax.training.recipes.distilled import Distilled
 from specjax.training.recipes.eagle1 import EagleOne
 from specjax.training.recipes.eagle3 import EagleThree
 from specjax.training.recipes.early_exit import EarlyExit
 from specjax.training.recipes.medusa import Medusa
 
-RECIPES: dict[str, type[Recipe]] = {
-  recipe.name: recipe for recipe in (Distilled, Medusa, EagleOne, EagleThree, EarlyExit)
-}
+_ALL = (Distilled, Medusa, EagleOne, EagleThree, Block, EarlyExit)
+RECIPES: dict[str, type[Recipe]] = {recipe.name: recipe for recipe in _ALL}
 
 
 def make_recipe(text: str) -> Recipe:
@@ -30,6 +30,7 @@ def make_recipe(text: str) -> Recipe:
 __all__ = [
   "RANKS",
   "RECIPES",
+  "Block",
   "Distilled",
   "EagleOne",
   "EagleThree",

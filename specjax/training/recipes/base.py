@@ -73,6 +73,8 @@ class Recipe(abc.ABC):
   sized: ClassVar[bool] = False
   # See `batches.chain_counts`.
   lag: ClassVar[int]
+  # Whether the head drafts for a target that its training changed: every step then runs the whole target.
+  changes_target: ClassVar[bool] = False
 
   def __post_init__(self):
     known = (*losses.LOSSES, losses.TOKENS)
@@ -105,12 +107,27 @@ class Recipe(abc.ABC):
   def go_on(self, fresh: nnx.Module, trained: nnx.Module) -> nnx.Module:
     """A head that was saved, as `init` would have made it; ``fresh`` is what `init` made.
 
-    Without trained rows a token its draft vocabulary is the fresh one, of the text that it will see.
+    ``trained`` has the parameters of ``head_of(fresh)``. Without trained rows a token its draft vocabulary is
+    the fresh one, of the text that it will see.
     """
     if self.output != "target":
       return trained
     nnx.update(fresh, nnx.state(trained, nnx.Param))
     return fresh
+
+  def head_of(self, module: nnx.Module) -> nnx.Module:
+    """The part of what is trained that is saved as a head, and that one saved before fills."""
+    return module
+
+  def rate(self, parameter: str) -> float:
+    """Of the learning rate, what the parameter of this path has."""
+    del parameter
+    return 1.0
+
+  def target_of(self, module: nnx.Module, target: Decoder) -> Decoder:
+    """The target that the trained head drafts for."""
+    del module
+    return target
 
   @abc.abstractmethod
   def chain_logits(self, module: Any, frozen: Decoder, batch: Batch, depth: int) -> list[Array]:
@@ -305,12 +322,14 @@ def acceptance(sums: dict[str, np.ndarray]) -> dict[str, Any]:
     greedy rounds with trees that get there, the shares in which the first, second, … child is right (null
     where none does). And ``coverage``,
     the target's mass in the draft vocabulary, and ``tau``, tokens of a greedy round with a chain of so many
-    drafts: 1 + Σ_d Π_{i ≤ d} acceptance.
+    drafts: 1 + Σ_d Π_{i ≤ d} acceptance. Where training changed the target ``kl``, nats a token from the
+    original.
   """
   rate = lambda over, under: [float(a / b) if b else None for a, b in zip(over, under)]
   accepted = rate(sums["accepted"], sums["reached"])
   chances = np.cumprod([0.0 if share is None else share for share in accepted])
-  return {
+  kl = {"kl": float(sums["kl"][0] / max(sums["kl"][1], 1))} if "kl" in sums else {}
+  return kl | {
     "acceptance": accepted,
     "agreement": rate(sums["agreed"], sums["count"]),
     "overlap": rate(sums["overlap"], sums["count"]),
