@@ -35,8 +35,15 @@ MOST = flags.DEFINE_float("most_megabytes", 24.0, "Of all heads of a target toge
 
 
 def kind_of(config: dict[str, Any]) -> str:
-  """The kind of head that a training run made."""
-  return make_recipe(config["settings"]["--head"]).kind
+  """The kind of head that a training run made.
+
+  Raises:
+    ValueError: the head is for a target of its own.
+  """
+  recipe = make_recipe(config["settings"]["--head"])
+  if recipe.changes_target:
+    raise ValueError(f"--trained: {recipe.name} changed the target; its head is not for the packaged one")
+  return recipe.kind
 
 
 def place(run: str, folder: str) -> str:

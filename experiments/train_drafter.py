@@ -25,7 +25,7 @@ from flax import nnx
 from experiments import flags as shared
 from experiments import heads as trained
 from experiments import measure, plots, results, runtime, training_plots
-from specjax.checkpoints import LoadedModel, load_head
+from specjax.checkpoints import LoadedModel, load_head, save_hf
 from specjax.checkpoints.fill import path_of
 from specjax.models import Decoder
 from specjax.models.sharding import parse_mesh
@@ -35,7 +35,7 @@ from specjax.training.data import Dataset
 from specjax.training.distill import model_digest
 from specjax.training.loop import Pace, Trained, train
 from specjax.training.recipes import RECIPES, Recipe, TextStats, make_recipe, without_layers
-from specjax.training.records import CURVES, HEAD, Records
+from specjax.training.records import CURVES, HEAD, TARGET, Records
 from specjax.training.step import TrainConfig
 
 HEAD_FLAG = flags.DEFINE_string(
@@ -44,10 +44,11 @@ HEAD_FLAG = flags.DEFINE_string(
   f"What to train: one of {', '.join(RECIPES)}, options in brackets: eagle3[steps=4,draft_vocab=8192], "
   "eagle[start=28,draft_vocab=8192], "
   "medusa[heads=4,draft_vocab=8192], distilled[layers=(0,29),output=own,draft_vocab=8192,rank=128], "
-  "early_exit[exit=6,draft_vocab=8192]. For all: draft_vocab (the target's most frequent tokens; all if not "
-  "given), rank (of an output layer of its own), loss (cross_entropy, kl, total_variation or log_acceptance "
-  "on the target's probabilities, tokens on the text), decay (weight of depth d is decay ** d), judged "
-  "(depths of held-out acceptance).",
+  "block[size=6,markov=64,draft_vocab=8192], early_exit[exit=6,draft_vocab=8192], medusa2[heads=4,lora=32] "
+  "(changes the target, too; --start_from a medusa). For all: draft_vocab (the target's most frequent "
+  "tokens; all if not given), rank (of an output layer of its own), loss (cross_entropy, kl, total_variation "
+  "or log_acceptance on the target's probabilities, tokens on the text), decay (weight of depth d is "
+  "decay ** d), judged (depths of held-out acceptance).",
 )
 DATA = flags.DEFINE_list("data", [], "Folders of data sets, written by experiments.distill_data.")
 START_FROM = flags.DEFINE_string(
@@ -242,7 +243,7 @@ def trained_before(recipe: Recipe, module: nnx.Module, target: LoadedModel) -> t
   head = load_head(START_FROM.value, target, dtype=jnp.float32)
   digest = trained.digest(head)
   shapes = lambda of: {path_of(p): x.shape for p, x in nnx.to_flat_state(nnx.state(of, nnx.Param))}
-  wanted, found = shapes(module), shapes(head.module)
+  wanted, found = shapes(recipe.head_of(module)), shapes(head.module)
   for name in sorted(wanted.keys() | found.keys()):
     if wanted.get(name) != found.get(name):
       raise ValueError(
@@ -261,9 +262,16 @@ def describe(recipe: Recipe, module: nnx.Module, counts: np.ndarray) -> dict[str
   return {"parameters": parameters, "draft_vocab": size, "covered_tokens": covered}
 
 
-def finish(recipe: Recipe, run: Trained, records: Records, source: str, about: dict[str, Any]) -> None:
-  """Writes head/, the result and the curves."""
-  head = os.path.join(records.folder, HEAD)
+def finish(recipe: Recipe, run: Trained, records: Records, job: runtime.Job, about: dict[str, Any]) -> None:
+  """Writes head/, the target if training changed it, and the result."""
+  head, source = os.path.join(records.folder, HEAD), job.target.source
+  if recipe.changes_target:
+    source = os.path.abspath(os.path.join(records.folder, TARGET))
+    about = about | {"target": source}
+    if not os.path.isdir(source):
+      changed = recipe.target_of(run.module, job.target.model)
+      as_exported = jax.tree.map(lambda x: x.astype(EXPORT_DTYPE.value), changed)
+      save_hf(source, as_exported, job.target.tokenizer)
   if not os.path.isdir(head):
     recipe.save(head, run.module, source, dtype=jnp.dtype(EXPORT_DTYPE.value))
   last, judged = records.rows[-1], training_plots.last_held_out(records.rows)
@@ -277,6 +285,9 @@ def finish(recipe: Recipe, run: Trained, records: Records, source: str, about: d
     held_out=judged["held_out"] if judged else None,
   )
   say(f"head: {head}")
+  if recipe.changes_target:
+    kl = f"{judged['held_out']['kl']:.4f} nats" if judged else "not measured; see --held_out_tokens"
+    say(f"another target: --model={source} (KL from {job.target.source} a token of held-out text: {kl})")
 
 
 def show(records: Records) -> None:
@@ -316,7 +327,7 @@ def main(_: list[str]) -> None:
   run = train(
     recipe,
     module,
-    target if columns is None else without_layers(target),
+    target if columns is None or recipe.changes_target else without_layers(target),
     data,
     held_out,
     planned,
@@ -328,7 +339,7 @@ def main(_: list[str]) -> None:
   if "result" in records.config:
     say("this run was finished before")
   elif run.finished:
-    finish(recipe, run, records, job.target.source, about)
+    finish(recipe, run, records, job, about)
   else:
     say(f"stopped at step {run.step} of {planned.steps}; the same command goes on")
   show(records)

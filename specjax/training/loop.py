@@ -135,7 +135,8 @@ def train(
 
   Args:
     module: the head as `Recipe.init` made it.
-    frozen: the target; without its layers (`recipes.without_layers`) if the batches bring features.
+    frozen: the target; without its layers (`recipes.without_layers`) if the batches bring features and the
+      recipe does not change it.
     data: what is trained on.
     held_out: what acceptance is measured on; None: nothing.
     records: the run's folder.
@@ -153,7 +154,7 @@ def train(
   began, place, order = pace.clock(), _Placement(mesh), Order(data.num_rows, config.batch_rows, config.seed)
   parts = Parts(module)
   rest, frozen = place.whole(parts.rest), place.whole(frozen)
-  optimizer, _ = make_optimizer(config)
+  optimizer, _ = make_optimizer(config, recipe.rate)
   state = TrainState(parts.params, optimizer.init(parts.params), jnp.int32(0))
   with contextlib.ExitStack() as stack:
     checkpoints = stack.enter_context(Checkpoints(records.folder))
@@ -224,6 +225,9 @@ class _Log:
       "learning_rate": float(metrics["learning_rate"]),
       "gradient": float(metrics["gradient"]),
     }
+    if "kl" in metrics:
+      total, tokens = metrics.pop("kl")
+      row["kl"] = float(total / max(tokens, 1))
     # Sums by depth: the loss, agreement, and what a recipe adds of its own.
     sums = {name: values for name, values in metrics.items() if values.ndim and name != "count"}
     row |= {f"{name}_by_depth": (values / count).tolist() for name, values in sums.items()}
@@ -272,5 +276,6 @@ def _check(recipe: Recipe, frozen: Decoder, data: Packed, held_out: Packed | Non
     most = max(recipe.depth, recipe.judged or 0)
     if packed.width <= most:
       raise ValueError(f"rows of {packed.row_length} tokens are too short for drafts of {most}")
-    if not packed.has_features and not len(frozen.layers):
-      raise ValueError("no features were recorded, and the target is without its layers: pass it whole")
+    if (recipe.changes_target or not packed.has_features) and not len(frozen.layers):
+      why = "training changes it" if recipe.changes_target else "no features were recorded"
+      raise ValueError(f"{why}, and the target is without its layers: pass it whole")

@@ -18,11 +18,12 @@ import numpy as np
 
 from specjax.checkpoints.files import write_whole
 
-CONFIG, METRICS, CHECKPOINTS, HEAD, CURVES = (
+CONFIG, METRICS, CHECKPOINTS, HEAD, TARGET, CURVES = (
   "config.json",
   "metrics.jsonl",
   "checkpoints",
   "head",
+  "target",
   "curves.png",
 )
 BEFORE = "before"

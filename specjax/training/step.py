@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -99,8 +100,14 @@ class Parts:
     return nnx.merge(self._graph, nnx.from_flat_state(filled), rest)
 
 
-def make_optimizer(config: TrainConfig) -> tuple[optax.GradientTransformation, optax.Schedule]:
-  """AdamW with warm-up, cosine and clipping; and its learning rate by step."""
+def make_optimizer(
+  config: TrainConfig, rate: Callable[[str], float] = lambda name: 1.0
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+  """AdamW with warm-up, cosine and clipping; and its learning rate by step.
+
+  Args:
+    rate: of that learning rate, what the parameter of a path has; see `Recipe.rate`.
+  """
   schedule = optax.warmup_cosine_decay_schedule(
     0.0, config.learning_rate, min(round(config.warmup * config.steps), config.steps - 1), config.steps
   )
@@ -109,7 +116,8 @@ def make_optimizer(config: TrainConfig) -> tuple[optax.GradientTransformation, o
   }
   adamw = optax.adamw(schedule, *_BETAS, weight_decay=config.weight_decay, mask=weights)
   clip = optax.clip_by_global_norm(config.clip) if config.clip else optax.identity()
-  return optax.chain(clip, adamw), schedule
+  rated = optax.stateless(lambda updates, _: {name: rate(name) * leaf for name, leaf in updates.items()})
+  return optax.chain(clip, adamw, rated), schedule
 
 
 def with_features(recipe: Recipe, frozen: Decoder, batch: Batch) -> Batch:
@@ -152,7 +160,7 @@ def make_gradients(recipe: Recipe, parts: Parts, accumulate: int = 1):
 
 def make_step(recipe: Recipe, parts: Parts, config: TrainConfig, mesh: Mesh | None):
   """The compiled step: ``(state, rest, frozen, batch) → (state, metrics)``; the state is donated."""
-  optimizer, schedule = make_optimizer(config)
+  optimizer, schedule = make_optimizer(config, recipe.rate)
   gradients_of = make_gradients(recipe, parts, config.accumulate)
 
   @functools.partial(jax.jit, donate_argnums=0)

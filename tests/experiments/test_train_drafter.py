@@ -6,9 +6,11 @@ import os
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from experiments import runtime, train_drafter, training_plots
 from specjax.checkpoints import load_head, load_model
+from specjax.checkpoints.fill import path_of
 from specjax.training.data import Sample
 from specjax.training.distill import model_digest
 from specjax.training.records import read_config, read_metrics
@@ -126,6 +128,33 @@ def test_a_head_is_trained_on(run, data, first, tmp_path, capsys):
   assert "blocks.0.bias is (2, 32); --head needs (3, 32)" in capsys.readouterr().err
 
 
+def test_a_target_that_was_changed_is_written_beside_its_head(run, data, first, tmp_path, capsys):
+  """Medusa-2 behind a first stage: a model with the original's tokenizer, a head that loads for it, the KL in
+  log and result. Fails when the target is the original, or its tokenizer is lost."""
+  output = str(tmp_path / "second")
+  head = f"--head=medusa2[{HEAD.removeprefix('medusa[').removesuffix(']')},lora=2]"
+  assert run(output, data[0], head, f"--start_from={first}/head", "--export_dtype=float32") == 0
+  said = capsys.readouterr().err
+  assert f"another target: --model={output}/target (KL from {run.model} a token" in said
+  target, original = load_model(os.path.join(output, "target")), load_model(run.model)
+  assert target.config == original.config and target.tokenizer.vocab_size == original.tokenizer.vocab_size
+  differ = [
+    path_of(path)
+    for (path, mine), (_, its) in zip(*(nnx.to_flat_state(nnx.state(m.model)) for m in (target, original)))
+    if not np.array_equal(mine.get_value(), its.get_value())
+  ]
+  assert len(differ) == 14 and all(".attention." in name or ".ff." in name for name in differ)
+  loaded = load_head(os.path.join(output, "head"), target)
+  assert loaded.kind == "medusa" and loaded.config.num_heads == 2
+  before = load_head(os.path.join(first, "head"), original).module.blocks[0]
+  assert not np.array_equal(loaded.module.blocks[0].weight[...], before.weight[...])
+  rows, result = read_metrics(output), read_config(output)["result"]
+  judged = [row["held_out"] for row in rows if "held_out" in row]
+  assert judged[0]["kl"] == pytest.approx(0, abs=1e-5) and judged[-1]["kl"] > 1e-5
+  assert result["held_out"] == judged[-1] and result["target"] == os.path.join(output, "target")
+  assert all("kl" in row for row in rows if "loss" in row)
+
+
 def test_recorded_features_and_runs_side_by_side(run, data, first, tmp_path, capsys):
   """Those of the recipe's taps are read; training_plots sets runs beside each other."""
   output = str(tmp_path / "recorded")
@@ -167,6 +196,8 @@ BAD = {
     "medusa[loss=l2]|medusa: loss",
     "early_exit|early_exit: exit = None",
     "early_exit[exit=2,rank=8]|early_exit: rank = 8",
+    "block[markov=-1]|block: markov",
+    "medusa2[share=0]|medusa2: share",
   ),
   "data": ("|--data is empty", "nowhere|nowhere: no manifest.json"),
   "output": ("|--output is empty",),

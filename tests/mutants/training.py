@@ -12,6 +12,7 @@ DECODING = "tests/training/test_recipes.py::test_training_time_test_is_decoding"
 NOISE = "tests/training/test_recipes.py::test_noise_is_on_what_an_eagle1_head_sees_alone"
 ALONE = "tests/training/test_packed.py::test_packed_rows_are_the_samples_alone"
 RESUMED = "tests/training/test_loop.py::test_a_killed_run_ends_with_the_same_bits"
+JOINT = "tests/training/test_medusa2.py"
 GRADIENT = "tests/training/test_losses.py::test_gradient_is_that_of_the_formula"
 
 MUTANTS = (
@@ -198,5 +199,46 @@ MUTANTS = (
     "return 1.0 - overlap(p, logits)",
     "return overlap(p, logits)",
     (f"{GRADIENT}[total_variation]",),
+  ),
+  # --- Medusa-2
+  Mutant(
+    "heads on the original",
+    "Medusa-2's heads are trained on hidden states of a backbone that is not the one they will see",
+    f"{RECIPES}/medusa2.py",
+    "super().loss_sums(module.heads, frozen, ahead, key)",
+    "super().loss_sums(module.heads, frozen, batch, key)",
+    (f"{JOINT}::test_the_loss_is_kl_and_a_share_of_the_heads",),
+  ),
+  Mutant(
+    "the other KL",
+    "the changed target is what the original is judged by",
+    f"{RECIPES}/medusa2.py",
+    "kl = kl_sums(frozen, batch, ahead)",
+    "kl = kl_sums(frozen, ahead, batch)",
+    (f"{JOINT}::test_the_loss_is_kl_and_a_share_of_the_heads",),
+  ),
+  Mutant(
+    "held out from the original",
+    "drafts are judged by what the original target would say, which is not the one to decode with",
+    f"{RECIPES}/medusa2.py",
+    "best, mass = reference(frozen, ahead, module.ids)",
+    "best, mass = reference(frozen, batch, module.ids)",
+    (f"{JOINT}::test_held_out_figures_are_those_of_the_changed_target",),
+  ),
+  Mutant(
+    "adapters at full size",
+    "low-rank differences are not scaled by alpha / rank",
+    "specjax/training/adapters.py",
+    "self.scale * jnp.matmul",
+    "1.0 * jnp.matmul",
+    (f"{JOINT}::test_the_loss_is_kl_and_a_share_of_the_heads",),
+  ),
+  Mutant(
+    "one rate",
+    "heads learn as slowly as the backbone",
+    STEP,
+    "{name: rate(name) * leaf for",
+    "{name: rate(name) ** 0 * leaf for",
+    (f"{JOINT}::test_heads_have_a_rate_of_their_own",),
   ),
 )

@@ -5,7 +5,13 @@ import pytest
 from tests.devices import on_eight_devices
 
 MEDUSA = "medusa[heads=2,draft_vocab=30]"
-OTHERS = "distilled[layers=(0,)]", "early_exit[exit=1]", "eagle3[steps=2,tap_layers=(0,1,2)]"
+OTHERS = (
+  "distilled[layers=(0,)]",
+  "early_exit[exit=1]",
+  "block[size=2,markov=2,tap_layers=(0,1)]",
+  "medusa2[heads=2,lora=2]",
+  "eagle3[steps=2,tap_layers=(0,1,2)]",
+)
 
 
 @pytest.mark.parametrize("heads", [(MEDUSA,), pytest.param(OTHERS, marks=pytest.mark.slow)])

@@ -505,5 +505,6 @@ def test_options_that_do_not_fit(text, words):
 
 
 def test_every_recipe_is_tested():
-  assert set(RECIPES_UNDER_TEST) == set(RECIPES)
+  # That which changes its target has loops of its own: `test_medusa2`.
+  assert set(RECIPES_UNDER_TEST) | {"medusa2"} == set(RECIPES)
   assert all(issubclass(recipe, Recipe) for recipe in RECIPES.values())

@@ -10,8 +10,9 @@ from specjax.training.recipes.eagle1 import EagleOne
 from specjax.training.recipes.eagle3 import EagleThree
 from specjax.training.recipes.early_exit import EarlyExit
 from specjax.training.recipes.medusa import Medusa
+from specjax.training.recipes.medusa2 import MedusaTwo
 
-_ALL = (Distilled, Medusa, EagleOne, EagleThree, Block, EarlyExit)
+_ALL = (Distilled, Medusa, MedusaTwo, EagleOne, EagleThree, Block, EarlyExit)
 RECIPES: dict[str, type[Recipe]] = {recipe.name: recipe for recipe in _ALL}
 
 
@@ -36,6 +37,7 @@ __all__ = [
   "EagleThree",
   "EarlyExit",
   "Medusa",
+  "MedusaTwo",
   "Recipe",
   "TextStats",
   "acceptance",
