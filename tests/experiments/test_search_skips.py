@@ -122,8 +122,8 @@ def test_the_script_goes_on_and_its_set_drafts(models, tmp_path, capsys, monkeyp
     return once
 
   monkeypatch.setattr(search_skips, "judge", killed)
-  with pytest.raises(KeyboardInterrupt):
-    run_script(search_skips, *asked, f"--output={cut}")
+  assert run_script(search_skips, *asked, f"--output={cut}") == 130
+  monkeypatch.setattr(search_skips, "judge", agreement)
   assert run_script(search_skips, *asked, f"--output={cut}") == 0
   read = lambda folder, name: open(os.path.join(folder, name), encoding="utf-8").read()
   assert read(whole, "rows.jsonl") == read(cut, "rows.jsonl")
