@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from specjax.checkpoints.files import write_whole
+from specjax.checkpoints.shipped import TRAINING
 
 CONFIG, METRICS, CHECKPOINTS, HEAD, TARGET, CURVES = (
   "config.json",
@@ -57,15 +58,21 @@ class Records:
     self.rows = read_metrics(folder)
 
   def keep_before(self, head: str) -> None:
-    """Copies the records of the run that a head came from, if it lies in one; what is there stays."""
-    run, mine = os.path.dirname(os.path.abspath(head)), os.path.join(self.folder, BEFORE)
-    if os.path.isdir(mine) or not os.path.exists(os.path.join(run, CONFIG)):
+    """Copies the records of the run that a head came from: it lies in one, or is shipped with them.
+
+    What is there stays; a head without records leaves none.
+    """
+    mine, head = os.path.join(self.folder, BEFORE), os.path.abspath(head)
+    run, config = os.path.dirname(head), CONFIG
+    if os.path.exists(os.path.join(head, TRAINING)):
+      run, config = head, TRAINING
+    if os.path.isdir(mine) or not os.path.exists(os.path.join(run, config)):
       return
     part = f"{mine}.part"
     shutil.rmtree(part, ignore_errors=True)
     os.makedirs(part)
-    for name in (CONFIG, METRICS):
-      shutil.copy(os.path.join(run, name), part)
+    for name, copied in ((config, CONFIG), (METRICS, METRICS)):
+      shutil.copy(os.path.join(run, name), os.path.join(part, copied))
     if os.path.isdir(os.path.join(run, BEFORE)):
       shutil.copytree(os.path.join(run, BEFORE), os.path.join(part, BEFORE))
     os.rename(part, mine)

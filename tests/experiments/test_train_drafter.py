@@ -13,7 +13,7 @@ from specjax.checkpoints import load_head, load_model
 from specjax.checkpoints.fill import path_of
 from specjax.training.data import Sample
 from specjax.training.distill import model_digest
-from specjax.training.records import read_config, read_metrics
+from specjax.training.records import Records, read_config, read_metrics
 from specjax.training.writer import ShardWriter
 from tests.experiments.tiny import VOCAB, run_script
 
@@ -153,6 +153,20 @@ def test_a_target_that_was_changed_is_written_beside_its_head(run, data, first, 
   assert judged[0]["kl"] == pytest.approx(0, abs=1e-5) and judged[-1]["kl"] > 1e-5
   assert result["held_out"] == judged[-1] and result["target"] == os.path.join(output, "target")
   assert all("kl" in row for row in rows if "loss" in row)
+
+
+def test_records_of_a_shipped_head(tmp_path):
+  """They lie beside it under another name, those of the runs before it in a folder."""
+  head = tmp_path / "eagle3"
+  (head / "before").mkdir(parents=True)
+  for name, text in (("training.json", "{}"), ("metrics.jsonl", "a"), ("before/config.json", "b")):
+    (head / name).write_text(text)
+  records = Records(str(tmp_path / "run"), {}, {})
+  records.keep_before(str(head))
+  before = tmp_path / "run" / "before"
+  found = {name: (before / name).read_text() for name in ("config.json", "metrics.jsonl")}
+  assert found == {"config.json": "{}", "metrics.jsonl": "a"}
+  assert (before / "before" / "config.json").read_text() == "b"
 
 
 def test_recorded_features_and_runs_side_by_side(run, data, first, tmp_path, capsys):
