@@ -48,7 +48,7 @@ from specjax.tree import TokenTree
 DATA = flags.DEFINE_list(
   "data", [], "Folders of data sets, to judge on their first answers instead.", allow_override=True
 )
-TOKENS = flags.DEFINE_integer("answer_tokens", 2048, "Tokens of answers to judge on, at most.", 1)
+TOKENS = flags.DEFINE_integer("judged_tokens", 2048, "Tokens of answers to judge on, at most.", 1)
 EVALUATIONS = flags.DEFINE_integer("evaluations", 240, "Skip sets to judge.", 1)
 CHANGES = flags.DEFINE_integer("most_changes", 3, "Sublayers that a random step changes, at most.", 1)
 WINDOW = flags.DEFINE_integer("longest_window", 8, "Drafts a round to think of, at most.", 1, 64)

@@ -229,7 +229,7 @@ def test_invalid_drafts_are_never_accepted(name):
 @pytest.mark.parametrize(
   "name",
   [
-    pytest.param(name, marks=pytest.mark.slow) if name in ("eagle", "eagle3", "medusa") else name
+    name if name in ("none", "prompt_lookup", "two_model") else pytest.param(name, marks=pytest.mark.slow)
     for name in DRAFTERS
   ],
 )
@@ -242,6 +242,12 @@ def test_q6_every_drafter_runs_as_it_comes(name):
     "eagle": (dict(window=4, max_length=99, taps=(2,), **sizes), contract.eagle1_weights()),
     "eagle3": (dict(window=4, max_length=99, taps=heads.TAPS, **sizes), contract.eagle3_weights()),
     "medusa": (dict(window=3, num_heads=3, taps=(2,), **sizes), contract.medusa(window=1)[1]),
+    "block": (
+      dict(window=4, max_length=99, taps=heads.BLOCK_TAPS, block_size=contract.WINDOW, **sizes),
+      contract.block_weights(),
+    ),
+    "self_speculation": (dict(window=4, max_length=99, exit=1, **sizes), contract.prefix()[1]),
+    "early_exit": (dict(window=4, max_length=99, exit=1, **sizes), contract.early_exit_weights()),
   }.get(name, ({}, None))
   row = decoded(target, make_drafter(name, **options), prompt, 12, draft)
   assert row.tokens == decoded(target, make_drafter("none"), prompt, 12).tokens

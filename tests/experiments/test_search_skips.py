@@ -103,7 +103,7 @@ def test_speedups_follow_from_bytes_and_acceptance():
 @pytest.mark.slow
 def test_the_script_goes_on_and_its_set_drafts(models, tmp_path, capsys, monkeypatch):
   """A killed run ends with the rows of an uninterrupted one; the best set is a drafter of the scripts."""
-  asked = [f"--model={models[0]}", "--evaluations=6", "--answer_tokens=6", "--max_new_tokens=6", "--limit=1"]
+  asked = [f"--model={models[0]}", "--evaluations=6", "--judged_tokens=6", "--max_new_tokens=6", "--limit=1"]
   monkeypatch.setenv("SPECJAX_CACHE", str(tmp_path / "cache"))  # nothing is calibrated there
   whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
   assert run_script(search_skips, *asked, f"--output={whole}") == 0
@@ -142,7 +142,7 @@ def test_the_script_goes_on_and_its_set_drafts(models, tmp_path, capsys, monkeyp
 
 BAD = {
   "data": ("nowhere|--data: 'nowhere' is not a folder", "/|--data and --questions"),
-  "answer_tokens": ("0",),
+  "judged_tokens": ("0",),
   "evaluations": ("0", "many"),
   "most_changes": ("0",),
   "longest_window": ("0", "65"),
