@@ -4,7 +4,7 @@
 
 Each row of a table is a run of experiments.train_drafter in a folder of its own below ``--output``: a killed
 command goes on where it was, and finished rows are not trained again. Rows differ in the head alone: data,
-seed, steps and rates are the same. ``--table=all`` makes every table.
+seed, steps and rates are the same; they are train_drafter's flags. ``--table=all`` makes every table.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from experiments import flags as shared
-from experiments import plots, results, training_plots
+from experiments import plots, results, train_drafter, training_plots
 from specjax.training.recipes import make_recipe
 from specjax.training.records import CONFIG, read_config, read_metrics
 
@@ -61,33 +61,29 @@ TABLES: dict[str, Ablation] = {
 }
 
 TABLE = flags.DEFINE_enum("table", "losses", [*TABLES, "all"], "Which table.")
-DATA = flags.DEFINE_list("data", [], "Folders of data sets, written by experiments.distill_data.")
-STEPS = flags.DEFINE_integer("steps", 200, "Optimizer steps a row.", 1)
-ROW_LENGTH = flags.DEFINE_integer("row_length", 704, "Tokens a step; longer samples are cut.", 16, 2**17)
-LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "Highest learning rate.", 0.0, 1.0)
-START_FROM = flags.DEFINE_string("start_from", "", "Folder of a head that every row starts as.")
 
-USED = ("model", "dtype", "seed", "output", "compilation_cache")
+# Flags of train_drafter that rows share, where they are not given.
+_ROW = {
+  "steps": 200,
+  "row_length": 704,
+  "batch_rows": 1,
+  "learning_rate": 3e-3,
+  "evaluate_every": 0,
+  "log_every": 20,
+}
+# What makes a row a row.
+_OF_ROWS = ("head", "output")
 
 
 def command(head: str, folder: str) -> list[str]:
   """The run of a row, as one would type it."""
-  values = {
-    "head": head,
-    "data": ",".join(DATA.value),
-    "output": folder,
-    "steps": STEPS.value,
-    "row_length": ROW_LENGTH.value,
-    "batch_rows": 1,
-    "learning_rate": LEARNING_RATE.value,
-    "start_from": START_FROM.value,
-    "evaluate_every": 0,
-    "log_every": 20,
-    "model": shared.MODEL.value,
-    "dtype": shared.DTYPE.value,
-    "seed": shared.SEED.value,
-  }
-  named = [f"--{name}={value}" for name, value in values.items()]
+  values = dict(_ROW)
+  own = {holder.name for holder in vars(train_drafter).values() if isinstance(holder, flags.FlagHolder)}
+  for name in sorted((own | set(train_drafter.USED)) - set(_OF_ROWS)):
+    flag = flags.FLAGS[name]
+    if not flag.using_default_value:
+      values[name] = ",".join(flag.value) if isinstance(flag.value, list) else flag.value
+  named = [f"--{name}={value}" for name, value in (values | {"head": head, "output": folder}).items()]
   return [sys.executable, "-m", "experiments.train_drafter", *named]
 
 
@@ -104,12 +100,14 @@ def train(head: str, folder: str) -> None:
 
 def main(_: Sequence[str]) -> None:
   defined = {flag.name for flag in flags.FLAGS.flags_by_module_dict()[shared.__name__]}
-  shared.refuse(sorted(defined - set(USED)), "ablations", "its own flags")
-  for flag in (DATA, shared.OUTPUT):
+  shared.refuse(sorted(defined - set(train_drafter.USED)), "ablations", "its own flags")
+  shared.refuse(["head"], "ablations", "--table, which has the heads")
+  for flag in (train_drafter.DATA, shared.OUTPUT):
     if not flag.value:
       raise ValueError(f"--{flag.name} is empty; see --help")
-  if START_FROM.value and not os.path.isdir(START_FROM.value):
-    raise ValueError(f"--start_from = {START_FROM.value!r} is not a folder")
+  start = train_drafter.START_FROM.value
+  if start and not os.path.isdir(start):
+    raise ValueError(f"--start_from = {start!r} is not a folder")
   plots.check()
   if plots.PLOT.value and TABLE.value == "all":
     raise ValueError(f"--plot = {plots.PLOT.value!r} is one file; --table=all draws one a table, in --output")

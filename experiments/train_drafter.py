@@ -50,7 +50,9 @@ HEAD_FLAG = flags.DEFINE_string(
   "or log_acceptance on the target's probabilities, tokens on the text), decay (weight of depth d is "
   "decay ** d), judged (depths of held-out acceptance).",
 )
-DATA = flags.DEFINE_list("data", [], "Folders of data sets, written by experiments.distill_data.")
+DATA = flags.DEFINE_list(
+  "data", [], "Folders of data sets, written by experiments.distill_data.", allow_override=True
+)
 START_FROM = flags.DEFINE_string(
   "start_from", "", "Folder of a head like --head that is trained on, e.g. one that saw less data."
 )

@@ -243,7 +243,7 @@ def test_q6_every_drafter_runs_as_it_comes(name):
     "eagle3": (dict(window=4, max_length=99, taps=heads.TAPS, **sizes), contract.eagle3_weights()),
     "medusa": (dict(window=3, num_heads=3, taps=(2,), **sizes), contract.medusa(window=1)[1]),
     "block": (
-      dict(window=4, max_length=99, taps=heads.BLOCK_TAPS, block_size=contract.WINDOW, **sizes),
+      dict(window=4, max_length=99, taps=heads.TAPS, block_size=5, **sizes),
       contract.block_weights(),
     ),
     "self_speculation": (dict(window=4, max_length=99, exit=1, **sizes), contract.prefix()[1]),

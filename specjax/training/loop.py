@@ -226,8 +226,8 @@ class _Log:
       "gradient": float(metrics["gradient"]),
     }
     if "kl" in metrics:
-      total, tokens = metrics.pop("kl")
-      row["kl"] = float(total / max(tokens, 1))
+      nats, places = metrics.pop("kl")
+      row["kl"] = float(nats / max(places, 1))
     # Sums by depth: the loss, agreement, and what a recipe adds of its own.
     sums = {name: values for name, values in metrics.items() if values.ndim and name != "count"}
     row |= {f"{name}_by_depth": (values / count).tolist() for name, values in sums.items()}

@@ -53,7 +53,7 @@ def test_the_script(tmp_path, monkeypatch, capsys):
   said = capsys.readouterr().out
   assert all(loss in said for loss in ablations.TABLES["losses"].heads) and "1.62" in said
   assert len({tuple(parts) for parts in taken}) == 1 and len(taken) == 5
-  assert {"--data=a,b", "--steps=7", "--seed=3"} < set(taken[0])
+  assert {"--data=a,b", "--steps=7", "--seed=3", "--row_length=704"} < set(taken[0])
   assert os.path.getsize(tmp_path / "losses.png") > 1000
 
 
@@ -65,6 +65,7 @@ def test_a_run_that_fails_ends_the_command(tmp_path, monkeypatch, capsys):
 
 BAD = {
   "table": ("speed",),
+  "head": ("medusa|--head is not used by ablations",),
   "data": ("|--data is empty",),
   "output": ("|--output is empty",),
   "steps": ("0", "many"),
