@@ -228,10 +228,7 @@ def test_invalid_drafts_are_never_accepted(name):
 
 @pytest.mark.parametrize(
   "name",
-  [
-    name if name in ("none", "prompt_lookup", "two_model") else pytest.param(name, marks=pytest.mark.slow)
-    for name in DRAFTERS
-  ],
+  [name if name == "prompt_lookup" else pytest.param(name, marks=pytest.mark.slow) for name in DRAFTERS],
 )
 def test_q6_every_drafter_runs_as_it_comes(name):
   """With no option but what models must say about themselves."""

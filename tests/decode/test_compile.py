@@ -100,8 +100,9 @@ LOOPS = [
 
 
 TREES = ("scripted_tree", "prompt_lookup_tree")
-LOOPS += [(name, 2) for name in (*TREES, "prompt_lookup_plain_rounds")]
+LOOPS += [(name, 2) for name in TREES]
 LONGER = (
+  "prompt_lookup_plain_rounds",
   "two_model_tree_top_k",
   "two_model_widths",
   "eagle3_chain_sample",

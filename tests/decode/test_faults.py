@@ -324,7 +324,8 @@ def test_a_drafter_that_is_always_wrong(parents, rule):
   assert {sum(row.accepted) for row in rows} == {0} and min(sum(row.proposed) for row in rows) > 0
 
 
-@pytest.mark.parametrize("vocab", (pytest.param(40, marks=pytest.mark.slow), 90))
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab", (40, 90))
 def test_a_draft_of_another_vocabulary(vocab):
   """Fewer ids than the target or more: the text is plain's, and no id is proposed that the target lacks.
 
@@ -346,11 +347,12 @@ LIMIT = 20
   "name",
   (
     "none",
-    "prompt_lookup",
     "prompt_lookup_tree",
     "two_model_sample",
-    "two_model_tree_top_k",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle3_dynamic", "medusa_tree")),
+    *(
+      pytest.param(name, marks=pytest.mark.slow)
+      for name in ("prompt_lookup", "two_model_tree_top_k", "eagle3_dynamic", "medusa_tree")
+    ),
   ),
 )
 def test_b6_prompts_of_0_1_and_around_the_limit(name):

@@ -273,6 +273,7 @@ def test_e5_law_with_temperature_and_truncation():
   assert chi_square(counts(tokens), law) > ALPHA
 
 
+@pytest.mark.slow
 def test_greedy_rows_among_sampled_ones():
   """A batch in which every other row is greedy: sampled ones keep their law, greedy ones say plain's text.
 

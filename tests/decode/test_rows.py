@@ -55,9 +55,8 @@ def test_f3_seed_7_with_other_windows_and_in_other_slots(names):
     assert [row.tokens for row in rows_of(name, "draw_and_follow")] == texts, name
 
 
-@pytest.mark.parametrize(
-  "name", (pytest.param("two_model_tree_sample", marks=pytest.mark.slow), "two_model_tree_distinct")
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ("two_model_tree_sample", "two_model_tree_distinct"))
 def test_distinct_siblings_leave_the_right_rows(name):
   """Sampled siblings that differ, rows accepting different branches: the draft's rows equal a fresh prefill.
 

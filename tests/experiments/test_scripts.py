@@ -129,6 +129,7 @@ def test_resumes_after_a_kill(bench, first, tmp_path, capsys):
   assert "--max_new_tokens=12; now it is --max_new_tokens=13" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_batches_give_the_same_tokens(bench, first, tmp_path):
   """Three questions in batches of two: the last one is filled up, rows stay independent; a tree joins in."""
   output = str(tmp_path / "batched")
