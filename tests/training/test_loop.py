@@ -220,9 +220,12 @@ def test_every_head_learns_a_few_samples_by_heart(name, tmp_path):
   job = Job(head, texts, target=target, steps=steps, learning_rate=rate, evaluate_every=0)
   trained = job.run(tmp_path / "run")
   rows = [row["held_out"] for row in read_metrics(str(tmp_path / "run")) if "held_out" in row]
-  assert min(rows[0]["acceptance"]) < 0.7
+  # Null where no chain got so far.
+  assert min(share or 0.0 for share in rows[0]["acceptance"]) < 0.7
   assert min(rows[-1]["acceptance"]) > 0.9, rows[-1]
   job.recipe.save(str(tmp_path / "head"), trained.module, "tiny", dtype=np.float32)
   loaded = load_head(str(tmp_path / "head"), LoadedModel(target, None, "tiny")).module
+  # As training has it: what its inputs are divided by is out of an EAGLE head's `fc` again.
+  loaded = job.recipe.go_on(nnx.clone(trained.module), loaded)
   for name, value in Parts(trained.module).params.items():
-    np.testing.assert_array_equal(Parts(loaded).params[name], value, err_msg=name)
+    np.testing.assert_allclose(Parts(loaded).params[name], value, rtol=1e-6, err_msg=name)
