@@ -4,7 +4,8 @@
 
 Each row of a table is a run of experiments.train_drafter in a folder of its own below ``--output``: a killed
 command goes on where it was, and finished rows are not trained again. Rows differ in the head alone: data,
-seed, steps and rates are the same; they are train_drafter's flags. ``--table=all`` makes every table.
+seed, steps and rates are the same; they are train_drafter's flags. ``--table=all`` makes every table. Heads
+start as layer 28, and so they are for targets of about 30 layers: smollm2-135m.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from experiments.methods import MethodText
+from experiments.methods import HEADS, MethodText
 from specjax.base import Trees
 from specjax.checkpoints import DraftHead, LoadedModel, load_head, load_skips
 from specjax.drafters import BlockWeights, EagleWeights, EarlyExitWeights, MedusaWeights
@@ -49,9 +49,7 @@ def check_sources(
     if method.needs_head and not paths:
       raise ValueError(f"drafter {method.drafter} needs --drafter_path")
   if paths and not any(method.head for method in methods):
-    raise ValueError(
-      f"--drafter_path is not used by {', '.join(drafters)}; pass --drafter=eagle, eagle3, medusa or block"
-    )
+    raise ValueError(f"--drafter_path is not used by {', '.join(drafters)}; {', '.join(HEADS)} use it")
 
 
 def load(paths: Sequence[str], target: LoadedModel, dtype: Any, mesh: Mesh | None) -> dict[str, DraftHead]:

@@ -204,7 +204,9 @@ def test_speculation_and_slices_change_nothing(plain, name):
     assert dataclasses.replace(result, overlap=None) == dataclasses.replace(found[0], overlap=None)
 
 
-@pytest.mark.parametrize("name", ["prompt_lookup", pytest.param("two_model", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+  "name", ["prompt_lookup", *(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "two_model"))]
+)
 def test_stop_strings_in_a_batch(plain, name):
   """Each row ends at its own place; nothing recompiles, and other rows are not disturbed."""
   weights, config = setup(name)

@@ -16,19 +16,15 @@ import os
 from typing import Any
 
 import jax.numpy as jnp
-import safetensors.numpy
 
-from specjax.checkpoints import draft_vocabulary as vocabulary
-from specjax.checkpoints.files import CheckpointError, new_folder, refusing, write_json
+from specjax.checkpoints import own_files
+from specjax.checkpoints.files import refusing
 from specjax.checkpoints.fill import OneKey, StoredTensor, fill_module
-from specjax.checkpoints.hf import SINGLE, Fields, decoder_config
-from specjax.checkpoints.hf_save import config_json
 from specjax.checkpoints.names import draft_names
 from specjax.checkpoints.sources import LoadedModel
 from specjax.models import DraftConfig, DraftDecoder, output_rows
 
 DRAFT_FIELD = "specjax_draft"
-_FORMAT = 1
 
 
 def load_draft(
@@ -51,16 +47,8 @@ def load_draft(
   Raises:
     CheckpointError: fields or tensors that are missing, left over, misshapen, or do not fit the target.
   """
-  tensors = dict(tensors)
   config = _config(os.path.join(folder, "config.json"), values)
-  with refusing(folder):
-    config.check_target(target.config)
-  if config.decoder.num_layers > len(tensors):
-    raise CheckpointError(
-      f"{folder}: the config has {config.decoder.num_layers} layers, the file {len(tensors)} tensors"
-    )
-  size = config.decoder.vocab_size if config.draft_vocab_size is None else config.draft_vocab_size
-  ids = vocabulary.take_ids(tensors, size, config.decoder.vocab_size, folder)
+  tensors, ids = own_files.check(folder, config, tensors, target)
   given = {"embed": target.model.embed[...].astype(dtype)}
   if config.output == "target":
     given["rows"] = output_rows(target.model, ids).astype(dtype)
@@ -75,18 +63,13 @@ def load_draft(
 
 
 def _config(path: str, values: dict[str, Any]) -> DraftConfig:
-  ours = Fields(f"{path}: {DRAFT_FIELD}", Fields(path, values).get(DRAFT_FIELD, dict))
-  if ours.values.get("format") != _FORMAT:
-    raise ours.error("format", ours.values.get("format"), str(_FORMAT))
-  decoder = decoder_config(path, values)
-  size = Fields(path, values).get("draft_vocab_size", int, decoder.vocab_size)
-  rank = ours.values.get("output_rank")
+  ours, decoder, size = own_files.read_fields(path, values, DRAFT_FIELD)
   with refusing(path):
     return DraftConfig(
       decoder=decoder,
       output=ours.get("output", str),
-      draft_vocab_size=None if size == decoder.vocab_size else size,
-      output_rank=None if rank is None else ours.get("output_rank", int),
+      draft_vocab_size=size,
+      output_rank=own_files.optional(ours, "output_rank"),
     )
 
 
@@ -103,17 +86,14 @@ def save_draft(path: str, draft: DraftDecoder, *, target: str = "", dtype=None) 
     CheckpointError: the path exists, an unknown type, or writing failed (then nothing is left).
   """
   c = draft.draft_config
-  tensors = {
-    **vocabulary.renamed(vocabulary.parameters(draft, dtype), draft_names(c.decoder.num_layers)),
-    **vocabulary.id_tensors(draft.ids, c.decoder.vocab_size),
-  }
-  values = {
-    **config_json(c.decoder),
-    "architectures": ["SpecjaxDraftDecoder"],
-    "draft_vocab_size": c.decoder.vocab_size if c.draft_vocab_size is None else c.draft_vocab_size,
-    "base_model_name_or_path": target,
-    DRAFT_FIELD: {"format": _FORMAT, "output": c.output, "output_rank": c.output_rank},
-  }
-  with new_folder(path) as work:
-    write_json(os.path.join(work, "config.json"), values)
-    safetensors.numpy.save_file(tensors, os.path.join(work, SINGLE), metadata={"format": "pt"})
+  own_files.write(
+    path,
+    draft,
+    c,
+    names=draft_names(c.decoder.num_layers),
+    architecture="SpecjaxDraftDecoder",
+    field=DRAFT_FIELD,
+    about={"output": c.output, "output_rank": c.output_rank},
+    target=target,
+    dtype=dtype,
+  )

@@ -16,19 +16,15 @@ import os
 from typing import Any
 
 import jax.numpy as jnp
-import safetensors.numpy
 
-from specjax.checkpoints import draft_vocabulary as vocabulary
-from specjax.checkpoints.files import new_folder, refusing, write_json
+from specjax.checkpoints import own_files
+from specjax.checkpoints.files import refusing
 from specjax.checkpoints.fill import OneKey, StoredTensor, fill_module
-from specjax.checkpoints.hf import SINGLE, Fields, decoder_config
-from specjax.checkpoints.hf_save import config_json
 from specjax.checkpoints.names import early_exit_names
 from specjax.checkpoints.sources import LoadedModel
 from specjax.models import EarlyExit, EarlyExitConfig, output_rows
 
 EARLY_EXIT_FIELD = "specjax_early_exit"
-_FORMAT = 1
 
 
 def load_early_exit(
@@ -51,12 +47,8 @@ def load_early_exit(
   Raises:
     CheckpointError: fields or tensors that are missing, left over, misshapen, or do not fit the target.
   """
-  tensors = dict(tensors)
   config = _config(os.path.join(folder, "config.json"), values)
-  with refusing(folder):
-    config.check_target(target.config)
-  size = config.decoder.vocab_size if config.draft_vocab_size is None else config.draft_vocab_size
-  ids = vocabulary.take_ids(tensors, size, config.decoder.vocab_size, folder)
+  tensors, ids = own_files.check(folder, config, tensors, target)
   return fill_module(
     lambda: EarlyExit(config, target.model, ids=ids, dtype=dtype, rngs=OneKey()),
     tensors,
@@ -68,17 +60,9 @@ def load_early_exit(
 
 
 def _config(path: str, values: dict[str, Any]) -> EarlyExitConfig:
-  ours = Fields(f"{path}: {EARLY_EXIT_FIELD}", Fields(path, values).get(EARLY_EXIT_FIELD, dict))
-  if ours.values.get("format") != _FORMAT:
-    raise ours.error("format", ours.values.get("format"), str(_FORMAT))
-  decoder = decoder_config(path, values)
-  size = Fields(path, values).get("draft_vocab_size", int, decoder.vocab_size)
+  ours, decoder, size = own_files.read_fields(path, values, EARLY_EXIT_FIELD)
   with refusing(path):
-    return EarlyExitConfig(
-      decoder=decoder,
-      exit_layer=ours.get("exit_layer", int),
-      draft_vocab_size=None if size == decoder.vocab_size else size,
-    )
+    return EarlyExitConfig(decoder, ours.get("exit_layer", int), draft_vocab_size=size)
 
 
 def save_early_exit(path: str, adapter: EarlyExit, *, target: str = "", dtype=None) -> None:
@@ -94,17 +78,14 @@ def save_early_exit(path: str, adapter: EarlyExit, *, target: str = "", dtype=No
     CheckpointError: the path exists, an unknown type, or writing failed (then nothing is left).
   """
   c = adapter.config
-  tensors = {
-    **vocabulary.renamed(vocabulary.parameters(adapter, dtype), early_exit_names()),
-    **vocabulary.id_tensors(adapter.ids, c.decoder.vocab_size),
-  }
-  values = {
-    **config_json(c.decoder),
-    "architectures": ["SpecjaxEarlyExit"],
-    "draft_vocab_size": c.decoder.vocab_size if c.draft_vocab_size is None else c.draft_vocab_size,
-    "base_model_name_or_path": target,
-    EARLY_EXIT_FIELD: {"format": _FORMAT, "exit_layer": c.exit_layer},
-  }
-  with new_folder(path) as work:
-    write_json(os.path.join(work, "config.json"), values)
-    safetensors.numpy.save_file(tensors, os.path.join(work, SINGLE), metadata={"format": "pt"})
+  own_files.write(
+    path,
+    adapter,
+    c,
+    names=early_exit_names(),
+    architecture="SpecjaxEarlyExit",
+    field=EARLY_EXIT_FIELD,
+    about={"exit_layer": c.exit_layer},
+    target=target,
+    dtype=dtype,
+  )

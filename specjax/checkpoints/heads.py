@@ -1,9 +1,9 @@
 """One way in: a folder with a trained draft head → the head, checked against its target.
 
 Layouts: Medusa (`medusa_files`), EAGLE-1 and EAGLE-2 (`eagle1_files`), EAGLE-3 of its authors and of
-speculators (`eagle_files`), a distilled draft decoder (`draft_files`), a one-pass block head (`block_files`),
-the adapter of an early exit
-(`early_exit_files`). Which one a folder holds is seen by its files, its config and its tensors' names.
+speculators (`eagle_files`), and of our own a distilled draft decoder (`draft_files`), a one-pass block head
+(`block_files`) and the adapter of an early exit (`early_exit_files`). Which one a folder holds is seen by its
+files, its config and its tensors' names.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def load_head(path: str, target: LoadedModel, *, dtype=jnp.float32) -> DraftHead
   Args:
     path: a folder with ``medusa_lm_head.safetensors`` or ``medusa_lm_head.pt``; or with ``config.json`` and
       ``model.safetensors`` (or its index, or ``pytorch_model.bin``) of an EAGLE-1 or EAGLE-2 head, or an
-      EAGLE-3 head in its authors' layout or speculators'; or written by `save_draft`. PyTorch's own files
-      need the extra ``torch``.
+      EAGLE-3 head in its authors' layout or speculators'; or written by `save_draft`, `save_block` or
+      `save_early_exit`. PyTorch's own files need the extra ``torch``.
     target: what it drafts for; its widths, vocabulary and layers are checked, and a head may share its
       arrays.
     dtype: type of the parameters.

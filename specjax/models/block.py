@@ -24,7 +24,7 @@ from specjax import cache as kv
 from specjax.base import ModelOutput
 from specjax.models import layers
 from specjax.models.config import DecoderConfig
-from specjax.models.output import Output, OutputLayer, check_draft_vocabulary, check_output, check_rank
+from specjax.models.output import Output, check_draft_vocabulary, check_output, check_rank, head_output
 from specjax.tree import MAX_NODES, pack_bits
 
 Array = jax.Array
@@ -128,12 +128,6 @@ class BlockHead(nnx.Module):
     Raises:
       ValueError: ids or rows that do not fit.
     """
-    if (rows is not None) != (config.output == "target"):
-      given = "no rows" if rows is None else "rows"
-      raise ValueError(f"BlockHead: {given} of the target are given, config.output = {config.output!r}")
-    given, wanted = None if ids is None else len(ids), config.draft_vocab_size
-    if given != wanted:
-      raise ValueError(f"BlockHead: {given} ids are given, config.draft_vocab_size = {wanted}")
     self.config = config
     c, width = config.decoder, config.decoder.d_model
     self.mesh = None  # as in `Decoder`
@@ -142,16 +136,7 @@ class BlockHead(nnx.Module):
     self.masks = nnx.Param((masks / math.sqrt(width)).astype(dtype))
     self.layers = nnx.List(layers.DecoderLayer(c, dtype=dtype, rngs=rngs) for _ in range(c.num_layers))
     self.norm = layers.RMSNorm(width, eps=c.norm_eps, dtype=dtype)
-    self.output = OutputLayer(
-      width,
-      c.vocab_size,
-      ids=ids,
-      rank=config.output_rank,
-      rows=rows,
-      readout=rows is not None,
-      dtype=dtype,
-      rngs=rngs,
-    )
+    self.output = head_output(config, ids, rows, "BlockHead", dtype=dtype, rngs=rngs)
     size, rank = c.vocab_size if ids is None else len(ids), config.markov_rank
     self.markov = None if rank is None else MarkovHead(c.vocab_size, size, rank, dtype=dtype, rngs=rngs)
 

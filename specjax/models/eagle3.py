@@ -13,7 +13,7 @@ from flax import nnx
 from specjax.models import layers
 from specjax.models.config import DecoderConfig
 from specjax.models.feature_head import FeatureHead, HeadLayer
-from specjax.models.output import Output, OutputLayer, check_draft_vocabulary, check_output, check_rank
+from specjax.models.output import Output, check_draft_vocabulary, check_output, check_rank, head_output
 
 Array = jax.Array
 
@@ -134,27 +134,12 @@ class Eagle3(FeatureHead):
     Raises:
       ValueError: ids or rows that do not fit.
     """
-    if (rows is not None) != (config.output == "target"):
-      given = "no rows" if rows is None else "rows"
-      raise ValueError(f"Eagle3: {given} of the target are given, config.output = {config.output!r}")
-    given, wanted = None if ids is None else len(ids), config.draft_vocab_size
-    if given != wanted:
-      raise ValueError(f"Eagle3: {given} ids are given, config.draft_vocab_size = {wanted}")
     c = self.config = config
     width = c.decoder.d_model
     self.fc = layers.Linear(len(c.tap_layers) * c.target_width, width, dtype=dtype, rngs=rngs)
     self.layer = Eagle3Layer(c, dtype=dtype, rngs=rngs)
     self.norm = layers.RMSNorm(width, eps=c.decoder.norm_eps, dtype=dtype)
-    self.output = OutputLayer(
-      width,
-      c.decoder.vocab_size,
-      ids=ids,
-      rank=c.output_rank,
-      rows=rows,
-      readout=rows is not None,
-      dtype=dtype,
-      rngs=rngs,
-    )
+    self.output = head_output(config, ids, rows, "Eagle3", dtype=dtype, rngs=rngs)
 
   def fuse(self, taps: Array) -> Array:
     """The target's hidden states ``[..., taps, D_target]`` → features ``[..., D]``, in the head's type."""

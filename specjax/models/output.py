@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -139,6 +139,37 @@ class OutputLayer(nnx.Module):
     if self.weight is not None:
       return layers.matmul(x, self.weight[...]).astype(jnp.float32)
     return layers.matmul(layers.matmul(x, self.down[...]), self.up[...]).astype(jnp.float32)
+
+
+def head_output(
+  config: Any, ids: Any, rows: Array | None, what: str, *, dtype, rngs: nnx.Rngs
+) -> OutputLayer:
+  """The output layer of a head whose config says whose it is.
+
+  Args:
+    config: with ``decoder``, ``output``, ``output_rank`` and ``draft_vocab_size``.
+    ids, rows: as for `OutputLayer`; rows where ``config.output`` is ``target``, behind a readout.
+    what: the head, for messages.
+
+  Raises:
+    ValueError: ids or rows that do not fit the config.
+  """
+  if (rows is not None) != (config.output == "target"):
+    given = "no rows" if rows is None else "rows"
+    raise ValueError(f"{what}: {given} of the target are given, config.output = {config.output!r}")
+  given, wanted = None if ids is None else len(ids), config.draft_vocab_size
+  if given != wanted:
+    raise ValueError(f"{what}: {given} ids are given, config.draft_vocab_size = {wanted}")
+  return OutputLayer(
+    config.decoder.d_model,
+    config.decoder.vocab_size,
+    ids=ids,
+    rank=config.output_rank,
+    rows=rows,
+    readout=rows is not None,
+    dtype=dtype,
+    rngs=rngs,
+  )
 
 
 def output_rows(model, ids: Array | np.ndarray | None) -> Array:

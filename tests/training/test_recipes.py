@@ -18,7 +18,8 @@ from specjax.training.batches import Packed
 from specjax.training.recipes import RANKS, RECIPES, TextStats, acceptance, make_recipe, reference
 from specjax.training.recipes.base import Recipe
 from specjax.training.recipes.eagle1 import disturbed
-from specjax.training.recipes.recurrent import hidden_by_step, on_raw_features
+from specjax.training.recipes.recurrent import hidden_by_step
+from specjax.training.recipes.sizes import on_raw_features
 from specjax.training.step import Parts, with_features
 from tests.training.texts import greedy_texts, random_texts
 

@@ -20,7 +20,7 @@ from specjax.checkpoints import save_block
 from specjax.models import BlockConfig, BlockHead, Decoder, default_tap_layers, layers, output_rows
 from specjax.training.batches import Batch, rows_at
 from specjax.training.recipes.base import Recipe, check_positive, copied, start_from_target
-from specjax.training.recipes.recurrent import on_raw_features, set_sizes
+from specjax.training.recipes.sizes import on_raw_features, on_sized_features, set_sizes
 
 Array = jax.Array
 
@@ -117,9 +117,7 @@ class Block(Recipe):
     sizes = fresh.sizes[...]
     # A Markov head has trained rows a token, so these keep their draft vocabulary.
     module = trained if self.markov else super().go_on(fresh, trained)
-    set_sizes(module, sizes)
-    module.fc.weight[...] = module.fc.weight[...] * sizes
-    return module
+    return on_sized_features(module, sizes)
 
   def chain_logits(self, module, frozen, batch, depth):
     head, width = on_raw_features(module), batch.counted.shape[1]

@@ -15,7 +15,8 @@ from specjax.models.eagle1 import Inputs
 from specjax.training import losses
 from specjax.training.batches import Batch, chain_counts, rows_at
 from specjax.training.recipes.base import before, copied
-from specjax.training.recipes.recurrent import Recurrent, hidden_by_step, on_raw_features, set_sizes
+from specjax.training.recipes.recurrent import Recurrent, hidden_by_step
+from specjax.training.recipes.sizes import on_raw_features, set_sizes
 
 Array = jax.Array
 

@@ -11,7 +11,8 @@ import numpy as np
 from specjax.checkpoints import save_eagle3
 from specjax.models import Decoder, Eagle3, Eagle3Config, default_tap_layers, output_rows
 from specjax.training.recipes.base import check_positive, copied, start_from_target
-from specjax.training.recipes.recurrent import Recurrent, on_raw_features, set_sizes
+from specjax.training.recipes.recurrent import Recurrent
+from specjax.training.recipes.sizes import on_raw_features, set_sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

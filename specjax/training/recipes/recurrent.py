@@ -1,27 +1,22 @@
-"""What the recipes of EAGLE's heads share: chains of a head's own states, and the sizes of its inputs."""
+"""What the recipes of EAGLE's heads share: chains of a head's own states."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 
 from specjax.models import Decoder, DecoderConfig, FeatureHead, layers
 from specjax.training.batches import Batch, rows_at
 from specjax.training.packed import attend, visible
 from specjax.training.recipes.base import Recipe, check_positive
+from specjax.training.recipes.sizes import on_raw_features, on_sized_features
 
 Array = jax.Array
-
-
-class FeatureSizes(nnx.Variable):
-  """Float32, as many as the columns of `fc`: what its inputs are divided by while training; never trained."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,9 +27,7 @@ class Recurrent(Recipe):
     d_ff: width of the feed-forward; None: the target's.
     start: layer of the target that the head's layer starts as; None: drawn at random.
 
-  While training, `fc` is multiplied by the usual sizes of its inputs, and divided by them wherever it is
-  used: the numbers of a target's hidden states are of very different size, and one rate of learning suits
-  none of them. The head that is saved knows nothing of it.
+  While training, `fc` is on sized features, see `sizes`.
   """
 
   d_ff: int | None = None
@@ -67,10 +60,7 @@ class Recurrent(Recipe):
 
   def go_on(self, fresh, trained):
     sizes = fresh.sizes[...]
-    module = super().go_on(fresh, trained)
-    module.sizes = FeatureSizes(sizes)
-    module.fc.weight[...] = module.fc.weight[...] * sizes
-    return module
+    return on_sized_features(super().go_on(fresh, trained), sizes)
 
   def chain_logits(self, module, frozen, batch, depth):
     head, width = on_raw_features(module), batch.counted.shape[1]
@@ -79,19 +69,6 @@ class Recurrent(Recipe):
       # A chain whose first draft is the token at u stands behind row u - 2.
       logits.append(head.read(rows_at(hidden, batch.counted[:, : width - step] - 2)))
     return logits
-
-
-def set_sizes(module: FeatureHead, sizes: np.ndarray) -> None:
-  """Gives a fresh head the usual sizes of what its `fc` takes; its weight is that of inputs of size 1."""
-  module.sizes = FeatureSizes(jnp.asarray(sizes, jnp.float32).reshape(-1))
-
-
-def on_raw_features(module: Any) -> Any:
-  """The head as it decodes: its `fc` divided by the sizes, which are gone."""
-  part = nnx.clone(module)
-  part.fc.weight[...] = part.fc.weight[...] / part.sizes[...]
-  del part.sizes
-  return part
 
 
 def hidden_by_step(
