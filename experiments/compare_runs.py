@@ -91,19 +91,28 @@ def _form(value: tuple[float, float, float], questions: int) -> str:
   return f"{value[0]:.2f}" + (f" [{value[1]:.2f}, {value[2]:.2f}]" if questions > 1 else "")
 
 
+def _ratio(mine: Sequence[Row], other: Sequence[Row], per: str, samples: int) -> tuple[float, float, float]:
+  """Tokens per ``per`` of rows over those of other rows on the same prompts, with its interval."""
+  questions = list(dict.fromkeys(row["question_id"] for row in mine))
+  a, b = ({field: _sums(rows, questions, field) for field in ("new_tokens", per)} for rows in (mine, other))
+
+  def relative(w: np.ndarray) -> np.ndarray:
+    return (w @ a["new_tokens"]) * (w @ b[per]) / ((w @ a[per]) * (w @ b["new_tokens"]))
+
+  return interval(questions, relative, samples)
+
+
+def speedup(mine: Sequence[Row], plain: Sequence[Row], samples: int) -> tuple[float, float, float]:
+  """Decode rate over plain decoding's, of rows on the same prompts, with its 95 % interval."""
+  return _ratio(mine, plain, "decode_s", samples)
+
+
 def pair(mine: Sequence[Row], other: Sequence[Row], samples: int) -> tuple[str, str, str]:
   """Ratio of decode rates, ratio of τ, and identical rows, of rows on the same prompts."""
-  questions = list(dict.fromkeys(row["question_id"] for row in mine))
-  columns = ("new_tokens", "decode_s", "rounds")
-  a = {field: _sums(mine, questions, field) for field in columns}
-  b = {field: _sums(other, questions, field) for field in columns}
-
-  def relative(per: str) -> Callable[[np.ndarray], np.ndarray]:
-    return lambda w: (w @ a["new_tokens"]) * (w @ b[per]) / ((w @ a[per]) * (w @ b["new_tokens"]))
-
-  speed, length = (interval(questions, relative(per), samples) for per in ("decode_s", "rounds"))
-  words = _form(speed, len(questions)) + (" slower" if speed[2] < 1 else "")
-  return words, _form(length, len(questions)), f"{summary.identical(mine, other)} of {len(mine)}"
+  count = len({row["question_id"] for row in mine})
+  speed, length = speedup(mine, other, samples), _ratio(mine, other, "rounds", samples)
+  words = _form(speed, count) + (" slower" if speed[2] < 1 else "")
+  return words, _form(length, count), f"{summary.identical(mine, other)} of {len(mine)}"
 
 
 def lines(

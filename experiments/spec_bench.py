@@ -22,6 +22,7 @@ from absl import flags
 
 from experiments import calibration, measure, predictions, questions, results, runtime, summary
 from experiments import flags as shared
+from experiments.footprint import footprint
 from specjax import options, text
 from specjax.analysis import CostTable
 from specjax.checkpoints.files import write_whole
@@ -228,6 +229,7 @@ def main(_: list[str]) -> None:
     stop_ids=list(job.stop_ids),
     max_new_tokens=bench.budget,
     length_limit=bench.methods[0].config.length_limit,
+    methods={method.name: footprint(job, method) for method in bench.methods},
     times=job.times,
   )
   if next(bench.pending(), None) is not None:

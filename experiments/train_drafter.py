@@ -79,6 +79,12 @@ CHECKPOINT_MINUTES = flags.DEFINE_float("checkpoint_minutes", 5.0, "From one che
 MINUTES = flags.DEFINE_float(
   "minutes", 0.0, "After so many: a checkpoint and the end, to be gone on with. 0 is no limit.", 0.0
 )
+LEARN = flags.DEFINE_enum(
+  "learn",
+  "answers",
+  ["answers", "all"],
+  "Tokens to learn: those of answers, or of all that a sample holds, with its question. Judged are answers.",
+)
 HIDDEN_STATES = flags.DEFINE_enum(
   "hidden_states",
   "auto",
@@ -206,7 +212,7 @@ def pack(dataset: Dataset, columns: list[int] | None) -> tuple[Packed, Packed | 
     longest=row_length,
   )
   rows = dict(row_length=row_length, seed=shared.SEED.value, columns=columns)
-  data = Packed(dataset, parts.train, **rows)
+  data = Packed(dataset, parts.train, **rows, context=LEARN.value == "all")
   held_out = Packed(dataset, parts.held_out, **rows) if len(parts.held_out) else None
   for name, packed in (("training", data), ("held out", held_out)):
     if packed is not None:

@@ -157,6 +157,7 @@ class Packed:
     row_length: int,
     seed: int = 0,
     columns: Sequence[int] | None = None,
+    context: bool = False,
   ):
     """
     Args:
@@ -164,6 +165,7 @@ class Packed:
       row_length: T; longer samples are cut there.
       seed: of the order in which they are packed.
       columns: which of the recorded hidden states a batch brings; None: none.
+      context: tokens of the context, which are not in a sample's mask, are learned as well.
 
     Raises:
       ValueError: rows of fewer than 2 tokens, or nothing to learn.
@@ -173,11 +175,12 @@ class Packed:
     self.row_length = row_length
     self._dataset = dataset
     self._columns = None if columns is None else list(columns)
+    self._context = context
     lengths, learned = {}, {}
     stats = dict(samples=0, rows=0, tokens=0, learned=0, cut_samples=0, cut_tokens=0, empty_samples=0)
     for i in map(int, indices):
       sample = dataset[i]
-      whole, mask = len(sample.tokens), sample.mask[1:row_length]
+      whole, mask = len(sample.tokens), self._learned(sample)[1:]
       if not mask.any():
         stats["empty_samples"] += 1
         continue
@@ -224,7 +227,7 @@ class Packed:
         tokens[b, here] = sample.tokens[:size]
         segments[b, here], positions[b, here] = segment, np.arange(size)
         # Nothing is known before a sample's first token: no one drafts it.
-        entries.append(start + 1 + np.flatnonzero(sample.mask[1:size]))
+        entries.append(start + 1 + np.flatnonzero(self._learned(sample)[1:]))
         if self._columns is not None:
           features = self._features(i)
           if taps is None:
@@ -236,6 +239,11 @@ class Packed:
         places = np.concatenate(entries)
         counted[b, : len(places)] = places
     return Batch(tokens, segments, positions, counted, taps)
+
+  def _learned(self, sample: Any) -> np.ndarray:
+    """bool ``[T]``, up to where the sample is cut: the tokens to be learned."""
+    mask = sample.mask[: self.row_length]
+    return np.ones_like(mask) if self._context else mask
 
   def _features(self, i: int) -> np.ndarray:
     features = self._dataset.features(i)

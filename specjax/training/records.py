@@ -62,10 +62,7 @@ class Records:
 
     What is there stays; a head without records leaves none.
     """
-    mine, head = os.path.join(self.folder, BEFORE), os.path.abspath(head)
-    run, config = os.path.dirname(head), CONFIG
-    if os.path.exists(os.path.join(head, TRAINING)):
-      run, config = head, TRAINING
+    mine, (run, config) = os.path.join(self.folder, BEFORE), _place_of(head)
     if os.path.isdir(mine) or not os.path.exists(os.path.join(run, config)):
       return
     part = f"{mine}.part"
@@ -95,6 +92,30 @@ class Records:
   def _write_config(self) -> None:
     text = json.dumps(self.config, indent=2, ensure_ascii=False) + "\n"
     write_whole(os.path.join(self.folder, CONFIG), text)
+
+
+def _place_of(head: str) -> tuple[str, str]:
+  """Where the records of the run that made a head would be, and how its configuration is called there."""
+  head = os.path.abspath(head)
+  if os.path.exists(os.path.join(head, TRAINING)):
+    return head, TRAINING
+  return os.path.dirname(head), CONFIG
+
+
+def history(head: str) -> list[dict[str, Any]]:
+  """Configurations, with results, of the runs that made a head, the last first; none without records.
+
+  Args:
+    head: its folder: shipped, or ``head/`` of a run.
+
+  Raises:
+    ValueError: a record that is not one of ours.
+  """
+  runs, (folder, name) = [], _place_of(head)
+  while os.path.exists(os.path.join(folder, name)):
+    runs.append(read_config(folder, name))
+    folder, name = os.path.join(folder, BEFORE), CONFIG
+  return runs
 
 
 def read_config(folder: str, name: str = CONFIG) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from flax import nnx
 
 from experiments import calibrate, generate, loops, measure, results, runtime
 from experiments import heads as trained
+from experiments.footprint import footprint
 from experiments.methods import parse_method
 from specjax.checkpoints import (
   load_model,
@@ -99,6 +100,40 @@ def test_each_drafter_gets_its_head(models, folders):
   assert (short.exit, short.taps, short.confidence) == (1, (1,), 0.4) and early.window == long.tree.max_depth
   assert weights.layers.config.num_layers == 1
   assert weights.layers.embed[...] is job.target.model.embed[...]
+
+
+def test_footprints_by_hand(models, folders):
+  """Fails when the target's arrays are counted as the draft's, a cache is not, or what does not grow is."""
+  names = [
+    "none",
+    "prompt_lookup",
+    "self_speculation[layers=1]",
+    "eagle3",
+    "medusa",
+    "two_model",
+    "early_exit",
+  ]
+  with parsed(*flags_of(models, folders, "eagle3", "medusa", "draft", "early_exit")):
+    job = runtime.load_job(names)
+    found = {name: footprint(job, runtime.make_method(job, name, 128)) for name in names}
+  target, c = job.target.model, job.target.config
+  row = lambda of: 2 * of.num_kv_heads * of.head_dim * 4  # keys and values of a layer, float32
+  for name in ("none", "prompt_lookup", "self_speculation[layers=1]", "medusa"):
+    assert found[name]["token_bytes"] == 0
+  for name in ("none", "prompt_lookup", "self_speculation[layers=1]"):
+    assert found[name]["weight_bytes"] == found[name]["parameters"] == 0 and found[name]["head"] is None
+  for name, kind in (("eagle3", "eagle3"), ("two_model", "draft"), ("early_exit", "early_exit")):
+    assert found[name]["token_bytes"] == row(job.heads[kind].config.decoder)
+  assert found["none"]["target_token_bytes"] == row(c) * c.num_layers
+  assert found["none"]["target_bytes"] == sum(leaf.nbytes for leaf in jax.tree.leaves(target))
+  head = job.heads["eagle3"].module
+  assert found["eagle3"]["weight_bytes"] == sum(leaf.nbytes for leaf in jax.tree.leaves(head))
+  parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(head, nnx.Param)))
+  assert found["eagle3"]["parameters"] == parameters
+  assert found["eagle3"]["head"] == {"digest": trained.digest(job.heads["eagle3"])}
+  # Beside its cache a row keeps a ring of features, their tokens and two lengths.
+  width = job.heads["eagle3"].config.decoder.d_model
+  assert found["eagle3"]["row_bytes"] == 16 * (width * 4 + 4) + 2 * 4
 
 
 def test_dynamic_trees_are_deterministic_at_any_temperature(models, folders):

@@ -230,6 +230,7 @@ BAD = {
   "evaluate_every": ("-1",),
   "checkpoint_minutes": ("-1", "nan"),
   "minutes": ("-1", "inf"),
+  "learn": ("questions",),
   "hidden_states": ("cached",),
   "export_dtype": ("float16",),
   "tensorboard": ("maybe",),

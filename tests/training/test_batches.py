@@ -69,6 +69,14 @@ def test_the_first_token_is_never_learned():
   assert Packed(texts, [0], row_length=8).read([0]).counted[0].tolist() == [1, 2, -1, -1, -1, -1, -1, -1]
 
 
+def test_context_may_be_learned_as_well():
+  """Fails when only answers are counted, or more than what is left of a sample that is cut."""
+  texts = Texts([Text(np.arange(9), np.array([0, 0, 0, 0, 1, 1, 1, 1, 1], bool))])
+  read = lambda **options: Packed(texts, [0], row_length=6, **options).read([0]).counted[0].tolist()
+  assert read() == [4, 5, -1, -1, -1, -1]
+  assert read(context=True) == [1, 2, 3, 4, 5, -1]
+
+
 def test_empty_rows_and_missing_features():
   packed = Packed(random_texts(0, [9, 9]), [0, 1], row_length=16, columns=(0,))
   with pytest.raises(ValueError, match="has no recorded features"):
