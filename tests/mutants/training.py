@@ -124,8 +124,8 @@ MUTANTS = (
     "prompts are learned",
     "the mask of a sample is ignored",
     BATCHES,
-    "np.flatnonzero(sample.mask[1:size])",
-    "np.arange(size - 1)",
+    "return np.ones_like(mask) if self._context else mask",
+    "return np.ones_like(mask)",
     (f"{LOOPS}[medusa]", "tests/training/test_batches.py::test_every_token_once"),
   ),
   Mutant(
