@@ -59,7 +59,7 @@ class Scheduler:
     self._rows: list[Entry | None] = [None] * config.slots
     self._vacated: list[Eviction] = []
     self._open: Plan | None = None
-    self._closed = False
+    self.closed = False
 
   # --- who comes and goes --------------------------------------------------------------------------
 
@@ -73,7 +73,7 @@ class Scheduler:
       raise ValueError(f"id = {request.id!r}; a request of that name has not ended")
     self.counts.submitted += 1
     limit = min(self.config.length_limit, self.config.kv_budget)
-    if self._closed:
+    if self.closed:
       return [self._count(Update(request.id, reason=Reason.SHUTDOWN, detail="the server shuts down"))]
     if request.most_tokens > limit:
       detail = (
@@ -97,7 +97,7 @@ class Scheduler:
 
   def shutdown(self, *, finish: bool) -> list[Update]:
     """Takes nothing more in. What is live goes on to its end, or ends here."""
-    self._closed = True
+    self.closed = True
     live = [] if finish else list(self._live.values())
     end = lambda entry: Update(entry.request.id, reason=Reason.SHUTDOWN, detail="the server shuts down")
     return [self._end(entry, end(entry)) for entry in live]
