@@ -59,6 +59,7 @@ class Scheduler:
     self._rows: list[Entry | None] = [None] * config.slots
     self._vacated: list[Eviction] = []
     self._open: Plan | None = None
+    self._at_work: dict[str, Entry] = {}  # who had a row when the plan was made
     self.closed = False
 
   # --- who comes and goes --------------------------------------------------------------------------
@@ -114,28 +115,10 @@ class Scheduler:
       raise RuntimeError(f"plan {self._open.number} was not reported")
     evict = [*self._take_vacated(), *self._preempt()]
     admit = self._admit()
-    ready = [entry for entry in self._residents() if not entry.to_read]
-    reading = [entry for entry in self._residents() if entry.to_read]
-    load = Load(len(ready), len(reading), len(self._waiting), self.config.slots)
-    policies = self.config.policies
-    decodes = policies.prefill.decodes(load)
-    left = policies.prefill.tokens
-    depth = self._depth(load, left - self.config.prefill_widths[0] * bool(reading)) if decodes else 0
-    a_row = self.config.rounds_per_step * self.config.nodes(depth)
-    decoding = ready if decodes else []
-    left -= a_row * len(decoding)
-    prefill: list[Chunk] = []
-    for entry in reading:
-      chunks = self._chunks(entry, left)
-      prefill += chunks
-      left -= sum(chunk.width for chunk in chunks)
-      # Who is read to the end decodes at once, if there is room.
-      if decodes and chunks and chunks[-1].last and left >= a_row:
-        decoding = [*decoding, entry]
-        left -= a_row
-    if len(decoding) > len(ready):
-      more = self._depth(load._replace(decoding=len(decoding)), policies.prefill.tokens)
-      depth = min(depth, more)
+    prefill, decoding, depth = self._divide()
+    rounds = self.config.rounds_per_step if decoding else 0
+    for entry in decoding:
+      entry.phase = Phase.SPECULATING if depth else Phase.FALLBACK
     self._open = Plan(
       number=self.counts.steps,
       evict=tuple(evict),
@@ -143,12 +126,10 @@ class Scheduler:
       prefill=tuple(prefill),
       decode=tuple(Seat(entry.row, entry.request.id) for entry in decoding),
       depth=depth,
-      rounds=self.config.rounds_per_step if decoding else 0,
-      tokens=sum(chunk.width for chunk in prefill)
-      + len(decoding) * self.config.rounds_per_step * self.config.nodes(depth),
+      rounds=rounds,
+      tokens=sum(chunk.width for chunk in prefill) + len(decoding) * rounds * self.config.nodes(depth),
     )
-    for entry in decoding:
-      entry.phase = Phase.SPECULATING if depth else Phase.FALLBACK
+    self._at_work = {entry.request.id: entry for entry in self._residents()}
     return self._open
 
   def report(self, updates: Iterable[Update]) -> list[Update]:
@@ -167,23 +148,24 @@ class Scheduler:
     plan, found = self._open, {}
     decoded = {seat.id for seat in plan.decode}
     known = decoded | {chunk.id for chunk in plan.prefill}
+    # A name may be another request's by now.
+    live = {id: entry for id, entry in self._at_work.items() if self._live.get(id) is entry}
     for update in updates:
       if update.id not in known or update.id in found:
-        raise ValueError(
-          f"report on {update.id!r}; the plan has it {'once' if update.id in known else 'not'}"
-        )
-      self._check(update, update.id in decoded)
+        times = "once" if update.id in known else "not"
+        raise ValueError(f"report on {update.id!r}; the plan has it {times}")
+      self._check(update, update.id in decoded, live.get(update.id))
       found[update.id] = update
-    missing = {id for id in decoded if id in self._live} - found.keys()
+    missing = (decoded & live.keys()) - found.keys()
     if missing:
       raise ValueError(f"no report on {', '.join(sorted(missing))}, which the plan has decode")
     self._open = None
     self.counts.steps += 1
     for chunk in plan.prefill:
       self.counts.prompt_tokens += chunk.count
-      if chunk.id in self._live:
-        self._live[chunk.id].cached += chunk.count
-    return [self._take(self._live[id], update) for id, update in found.items() if id in self._live]
+      if chunk.id in live:
+        live[chunk.id].cached += chunk.count
+    return [self._take(live[id], update) for id, update in found.items() if id in live]
 
   # --- what can be seen ------------------------------------------------------------------------------
 
@@ -285,11 +267,34 @@ class Scheduler:
 
   def _usable(self, kept: int, needed: int) -> int:
     """Rows of a kept prefix that are copied: all that are needed, or whole chunks of the narrowest width."""
-    return (
-      needed
-      if kept >= needed
-      else max(kept, 0) // self.config.prefill_widths[0] * self.config.prefill_widths[0]
-    )
+    narrowest = self.config.prefill_widths[0]
+    return needed if kept >= needed else max(kept, 0) // narrowest * narrowest
+
+  def _divide(self) -> tuple[list[Chunk], list[Entry], int]:
+    """The step's budget: chunks, who decodes, and how deep."""
+    residents, rounds = self._residents(), self.config.rounds_per_step
+    ready = [entry for entry in residents if not entry.to_read]
+    reading = [entry for entry in residents if entry.to_read]
+    load = Load(len(ready), len(reading), len(self._waiting), self.config.slots)
+    left = self.config.policies.prefill.tokens
+    decodes = self.config.policies.prefill.decodes(load)
+    decoding = list(ready) if decodes else []
+    depth = self._depth(load, left - (self.config.prefill_widths[0] if reading else 0))
+    a_row = rounds * self.config.nodes(depth)
+    left -= a_row * len(decoding)
+    prefill: list[Chunk] = []
+    for entry in reading:
+      chunks = self._chunks(entry, left)
+      prefill += chunks
+      left -= sum(chunk.width for chunk in chunks)
+      # Who is read to the end decodes at once, if there is room.
+      if decodes and chunks and chunks[-1].last and left >= a_row:
+        decoding.append(entry)
+        left -= a_row
+    if not decoding:
+      return prefill, decoding, 0
+    together = self._depth(load._replace(decoding=len(decoding)), self.config.policies.prefill.tokens)
+    return prefill, decoding, min(depth, together)
 
   def _depth(self, load: Load, tokens: int) -> int:
     """The deepest draft that the policy, the KV budget, and a budget for the decoding rows allow."""
@@ -314,7 +319,7 @@ class Scheduler:
       start += count
     return chunks
 
-  def _check(self, update: Update, decoded: bool) -> None:
+  def _check(self, update: Update, decoded: bool, entry: Entry | None) -> None:
     """Raises ValueError for an update that cannot follow from the plan."""
     what = f"report on {update.id!r}"
     allowed = (Reason.STOP, Reason.LENGTH, Reason.FAILED) if decoded else (Reason.FAILED,)
@@ -324,8 +329,7 @@ class Scheduler:
       raise ValueError(f"{what}: {len(update.tokens)} tokens, but the plan does not have it decode")
     if not update.tokens and update.reason is None:
       raise ValueError(f"{what}: it neither emits a token nor ends")
-    entry = self._live.get(update.id)
-    if entry is None:
+    if entry is None:  # it has ended: nothing is taken from it
       return
     most = min(self._open.rounds * (self._open.depth + 1), entry.left)
     if len(update.tokens) > most:

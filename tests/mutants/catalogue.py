@@ -11,6 +11,7 @@ from tests.mutants import (
   own_layers,
   processing,
   rules,
+  serving,
   training,
 )
 
@@ -25,4 +26,5 @@ MUTANTS: tuple[Mutant, ...] = (
   *around.MUTANTS,
   *control.MUTANTS,
   *training.MUTANTS,
+  *serving.MUTANTS,
 )

@@ -324,6 +324,19 @@ def test_a_name_is_free_again_when_its_request_has_ended():
   assert ask(server, "a") == []
 
 
+def test_a_report_is_not_taken_for_another_request_of_that_name():
+  """Cancelled during a step, and asked for again before the step's report."""
+  server = scheduler()
+  ask(server, "a", prompt=9)
+  server.plan()
+  server.cancel("a")
+  ask(server, "a", prompt=30)
+  assert server.report([Update("a", (1,))]) == [] and server.phase("a") is Phase.WAITING
+  plan = server.plan()
+  assert rows(plan.evict) == [(0, "a")] and plan.admit[0].text == (7,) * 30
+  assert [chunk.count for chunk in plan.prefill] == [16, 13]
+
+
 def test_a_failed_prefill_ends_the_request():
   server = scheduler("interleave[tokens=20]+never", prefill_widths=(16,))
   ask(server, "a", prompt=40)
