@@ -51,7 +51,7 @@ class SchedulerConfig:
   prefill_widths: Sequence[int] = (16, 64, 128, 256)
   widths: Sequence[Width] = ()
   rounds_per_step: int = 1
-  reserved_share: float = 0.0
+  reserved_share: float = 0.25
   policies: Policies = dataclasses.field(default_factory=Policies)
 
   def __post_init__(self):

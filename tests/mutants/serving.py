@@ -38,14 +38,6 @@ MUTANTS = (
     (MIXES,),
   ),
   Mutant(
-    "preempted rows count as cached",
-    "a text that comes back is not read again",
-    SCHEDULER,
-    "entry.row, entry.cached = None, 0",
-    "entry.row = None",
-    (BY_HAND,),
-  ),
-  Mutant(
     "nothing is preempted",
     "texts outgrow the KV budget",
     SCHEDULER,

@@ -9,8 +9,8 @@ from specjax.serving.scheduler import Scheduler, SchedulerConfig
 
 
 def config(policies="interleave[tokens=64]", **fields):
-  fields = dict(slots=3, length_limit=100, prefill_widths=(4, 16), widths=((3, 4),)) | fields
-  return SchedulerConfig(policies=make_policies(policies), **fields)
+  fixed = dict(slots=3, length_limit=100, prefill_widths=(4, 16), widths=((3, 4),), reserved_share=0.0)
+  return SchedulerConfig(policies=make_policies(policies), **fixed | fields)
 
 
 def scheduler(policies="interleave[tokens=64]", prefix=lambda request, text: None, **fields):
