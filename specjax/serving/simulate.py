@@ -41,7 +41,21 @@ class Acceptance:
       if not values or not all(0 <= value <= 1 for value in values):
         raise ValueError(f"{field} = {getattr(self, field)}; they must be in [0, 1], and there must be one")
 
+  @classmethod
+  def measured(cls, table: CostTable, drafter: str) -> Acceptance:
+    """What the calibration has measured of a drafter.
+
+    Raises:
+      ValueError: nothing, or no round in which it proposed something.
+    """
+    found = table.acceptance.get(drafter)
+    if found is None or not len(found["rates"]):
+      known = ", ".join(name for name, other in table.acceptance.items() if len(other["rates"])) or "none"
+      raise ValueError(f"acceptance of {drafter!r} is not in the calibration; it has {known}")
+    return cls(found["rates"].tolist(), found["proposing"])
+
   def at(self, depth: int) -> float:
+    """The rate at a depth, from 1."""
     return self.rates[min(depth, len(self.rates)) - 1]
 
   def expected(self, depth: int) -> float:

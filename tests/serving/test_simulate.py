@@ -159,6 +159,51 @@ def test_the_best_choice_is_never_slower_than_plain(rate):
     assert best == pytest.approx(max(plain, deepest), rel=1e-6)
 
 
+def test_several_rounds_a_step_take_as_long_and_come_together():
+  """3 rounds a step: the same throughput, the first token with the third."""
+  workload = load(Closed(clients=2), prompt=1, new=12, requests=8)
+  one, three = (run(workload, slots=2, rounds_per_step=rounds) for rounds in (1, 3))
+  assert len(one.steps) == 3 * len(three.steps)
+  found = [summarize(simulation.timings) for simulation in (one, three)]
+  assert found[0].tokens_a_second == pytest.approx(found[1].tokens_a_second)
+  assert three.timings[0].ttft_s == pytest.approx(3 * one.timings[0].ttft_s)
+
+
+def test_preemption_costs_time_and_no_tokens():
+  """A tight budget: every answer is whole, what is read again shows in the counts and in the throughput."""
+  workload = load(Closed(clients=4), prompt=20, new=Uniform(20, 60), requests=40)
+  roomy, tight = (run(workload, slots=4, kv_budget=budget, reserved_share=0.0) for budget in (None, 110))
+  assert tight.counts.preemptions > 5 and not roomy.counts.preemptions
+  for found in (roomy, tight):
+    asked = [timing.new_tokens for timing in found.timings]
+    assert asked == [arrival.new_tokens for arrival in _numbered(workload)]
+    assert found.counts.emitted == sum(asked) == sum(step.emitted for step in found.steps)
+    assert found.counts.prompt_tokens == sum(step.prompt_tokens for step in found.steps)
+  assert roomy.counts.prompt_tokens == 40 * 19 < tight.counts.prompt_tokens
+  assert summarize(tight.timings).tokens_a_second < summarize(roomy.timings).tokens_a_second
+
+
+def _numbered(workload):
+  """Its arrivals by number, whenever they come."""
+  source, taken = workload.start(), []
+  while source.next_s is not None:
+    taken += source.take(math.inf)
+    for _ in range(workload.requests):
+      source.ended(0.0)
+  return sorted(taken, key=lambda arrival: arrival.number)
+
+
+def test_measured_acceptance_is_the_calibrations():
+  rates = {"temperature": 0.0, "proposing": 0.4, "rates": [0.6, 0.5], "rounds": 9}
+  found = table(acceptance={DRAFTER: rates, "silent": rates | {"rates": []}})
+  assert Acceptance.measured(found, DRAFTER) == Acceptance((0.6, 0.5), 0.4)
+  for name in ("silent", "unknown"):
+    with pytest.raises(
+      ValueError, match=f"acceptance of '{name}' is not in the calibration; it has two_model"
+    ):
+      Acceptance.measured(found, name)
+
+
 def test_costs_are_those_of_the_compiled_batch_and_the_longest_row():
   """A round of 2 rows in a program of 4 costs what 4 do, at the length of the longest."""
   round_ms = [[[10, 20], [20, 40]], [[30, 60], [60, 120]]]
