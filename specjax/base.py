@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
 
 import flax.struct
 import jax
+import numpy as np
 
 from specjax.cache import KVCache
 from specjax.processors import History, TokenProcessor
@@ -24,6 +25,8 @@ Trees = tuple[TokenTree | TreeBudget, ...]
 
 ProposalKind = Literal["deterministic", "sampled", "sampled_without_replacement"]
 ALL_KINDS = frozenset(get_args(ProposalKind))
+# As a limit on the depth of drafts: there is none.
+ANY_DEPTH = np.iinfo(np.int32).max
 
 
 @flax.struct.dataclass
@@ -307,8 +310,13 @@ class Controller(Protocol):
       ValueError: beliefs that do not fit the widths, or topologies it cannot choose between.
     """
 
-  def plan(self, beliefs: Any, trees: Trees, rows: Any) -> RoundPlan:
-    """The next round, from ``rows`` (a `DecodeState`) before it; ``rows.control`` is its own state."""
+  def plan(self, beliefs: Any, trees: Trees, rows: Any, deepest: Array | int = ANY_DEPTH) -> RoundPlan:
+    """The next round, from ``rows`` (a `DecodeState`) before it; ``rows.control`` is its own state.
+
+    Args:
+      deepest: int32 ``[]``: widths whose trees are deeper are not to be had, as a server says that is busy
+        with many rows. Plain decoding always is.
+    """
 
   def learn(self, beliefs: Any, trees: Trees, rows: Any, plan: RoundPlan, outcome: RoundOutcome) -> State:
     """Its state behind the round; ``rows`` are those before it, as `plan` saw them."""

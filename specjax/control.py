@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.base import Controller, RoundOutcome, RoundPlan, Trees
+from specjax.base import ANY_DEPTH, Controller, RoundOutcome, RoundPlan, Trees
 from specjax.tree import alike
 
 Array = jax.Array
@@ -224,7 +224,7 @@ class Adaptive:
       account=jnp.full((batch,), self.allowance, jnp.float32),
     )
 
-  def plan(self, beliefs: Beliefs, trees: Trees, rows: Any) -> RoundPlan:
+  def plan(self, beliefs: Beliefs, trees: Trees, rows: Any, deepest: Array | int = ANY_DEPTH) -> RoundPlan:
     control, active, depths = rows.control, rows.active, _depths(trees)
     verify, draft = _costs(beliefs, rows)
     mean, error = estimate(beliefs, trees, control, self.memory)
@@ -245,7 +245,7 @@ class Adaptive:
       cost = (drafting + (1 - silent) * verify + silent * verify[0]).at[0].set(verify[0])
       value = jnp.sum(active[:, None] * (1 + jnp.where(joins, gain, 0)), axis=0) / cost
       affordable = ((drafting + dearest) / verify[0] - 1 <= held).at[0].set(True)
-      width = jnp.argmax(jnp.where(affordable, value, -jnp.inf))
+      width = jnp.argmax(jnp.where(affordable & (depths <= deepest), value, -jnp.inf))
       return width, value[width], joins[:, width]
 
     best, value, joins_best = weigh(mean, self.least_gain)
@@ -363,6 +363,8 @@ def estimate(beliefs: Beliefs, trees: Trees, seen: Evidence, memory: float) -> t
 class Fixed:
   """Always the same width; only rounds in which nothing is proposed run plainly.
 
+  Under a limit on depth it is the last width before it that is no deeper.
+
   Attributes:
     width: 1 … W in the order of `DecodeConfig.drafters`, 0 for plain decoding; None is the last.
   """
@@ -376,10 +378,10 @@ class Fixed:
       raise ValueError(f"fixed: width = {self.width}; there are widths 0 to {len(trees)}")
     return ()
 
-  def plan(self, beliefs, trees: Trees, rows: Any) -> RoundPlan:
-    width = len(trees) if self.width is None else self.width
-    depth = jnp.where(rows.active, _depths(trees)[width], 0).astype(jnp.int32)
-    return RoundPlan(jnp.int32(width), depth)
+  def plan(self, beliefs, trees: Trees, rows: Any, deepest: Array | int = ANY_DEPTH) -> RoundPlan:
+    depths = _depths(trees)[: len(trees) + 1 if self.width is None else self.width + 1]
+    width = jnp.max(jnp.where(depths <= deepest, jnp.arange(len(depths), dtype=jnp.int32), 0))
+    return RoundPlan(width, jnp.where(rows.active, jnp.asarray(depths)[width], 0))
 
   def learn(self, beliefs, trees: Trees, rows: Any, plan: RoundPlan, outcome: RoundOutcome):
     return rows.control
@@ -391,6 +393,7 @@ class PlusTwoMinusOne:
 
   The schedule of assisted generation as others ship it: it knows no costs and never stops drafting. A row
   proposes as far as its own window; the round runs at the narrowest chain that holds the longest of them.
+  Under a limit on depth windows reach to the longest chain that is no deeper.
 
   Attributes:
     start: the first window.
@@ -409,12 +412,13 @@ class PlusTwoMinusOne:
       raise ValueError("plus2_minus1 takes chains; a drafter proposes a tree")
     return jnp.full((batch,), min(self.start, int(_depths(trees).max())), jnp.int32)
 
-  def plan(self, beliefs, trees: Trees, rows: Any) -> RoundPlan:
-    window = jnp.where(rows.active, rows.control, 0)
+  def plan(self, beliefs, trees: Trees, rows: Any, deepest: Array | int = ANY_DEPTH) -> RoundPlan:
     depths = _depths(trees)[1:]
+    window = jnp.minimum(rows.control, jnp.max(jnp.where(depths <= deepest, depths, 0)))
+    window = jnp.where(rows.active, window, 0)
     order = np.argsort(depths, kind="stable")
     at = jnp.searchsorted(jnp.asarray(depths[order]), jnp.max(window))
-    width = jnp.where(jnp.any(rows.active), jnp.asarray(order)[at] + 1, 0)
+    width = jnp.where(jnp.any(window > 0), jnp.asarray(order)[at] + 1, 0)
     return RoundPlan(width.astype(jnp.int32), window)
 
   def learn(self, beliefs, trees: Trees, rows: Any, plan: RoundPlan, outcome: RoundOutcome) -> Array:

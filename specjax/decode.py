@@ -24,7 +24,16 @@ import numpy as np
 
 from specjax import cache as kv
 from specjax import processors, sampling
-from specjax.base import Committed, DraftContext, Proposal, RoundOutcome, RoundPlan, Verdict, Weights
+from specjax.base import (
+  ANY_DEPTH,
+  Committed,
+  DraftContext,
+  Proposal,
+  RoundOutcome,
+  RoundPlan,
+  Verdict,
+  Weights,
+)
 from specjax.prefill import prefill, prefill_chunk, prefill_chunks
 from specjax.processors import History, Processed
 from specjax.results import Finish, RoundLog, RowResult, results
@@ -42,6 +51,7 @@ from specjax.tree import TokenTree
 
 __all__ = [
   "ALL_ROUNDS",
+  "ANY_DEPTH",
   "MAX_STOP_IDS",
   "DecodeConfig",
   "DecodeState",
@@ -334,12 +344,20 @@ def _log(state, proposal, verdict, emitted) -> RoundLog:
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
-def decode_round(weights: Weights, state: DecodeState, config: DecodeConfig) -> DecodeState:
-  """Draft, verify, accept: one target call for every active row."""
+def decode_round(
+  weights: Weights, state: DecodeState, config: DecodeConfig, deepest: Array | int = ANY_DEPTH
+) -> DecodeState:
+  """Draft, verify, accept: one target call for every active row.
+
+  Args:
+    deepest: int32 ``[]``, the deepest draft there may be. A controller takes a width that is no deeper;
+      without one the round is as wide as ever, and only its first levels count.
+  """
   if config.control is None:
-    proposal, state = draft_step(weights, state, config)
+    depth = jnp.full_like(state.length, jnp.minimum(config.drafter.tree.max_depth, deepest))
+    proposal, state = draft_step(weights, state, config, depth)
     return _judge(weights, state, proposal, config)
-  plan, before = config.control.plan(weights.beliefs, config.trees, state), state
+  plan, before = config.control.plan(weights.beliefs, config.trees, state, deepest), state
   verified = jnp.int32(_NOT_YET)
   for group in config.groups:
     state, verified = _round_of_group(weights, state, config, group, plan, verified)
@@ -448,8 +466,17 @@ def _run_if(condition: Array, step: Callable[[Any], Any], state: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
-def run_rounds(weights: Weights, state: DecodeState, config: DecodeConfig, round_limit: Array) -> DecodeState:
-  """The loop that `generate` calls: rounds until every row has ended, or ``round_limit`` of them."""
+def run_rounds(
+  weights: Weights,
+  state: DecodeState,
+  config: DecodeConfig,
+  round_limit: Array,
+  deepest: Array | int = ANY_DEPTH,
+) -> DecodeState:
+  """The loop that `generate` calls: rounds until every row has ended, or ``round_limit`` of them.
+
+  ``deepest`` is `decode_round`'s, for all of them.
+  """
 
   def running(carry):
     state, rounds = carry
@@ -457,7 +484,7 @@ def run_rounds(weights: Weights, state: DecodeState, config: DecodeConfig, round
 
   def step(carry):
     state, rounds = carry
-    return decode_round(weights, state, config), rounds + 1
+    return decode_round(weights, state, config, deepest), rounds + 1
 
   return jax.lax.while_loop(running, step, (state, jnp.int32(0)))[0]
 

@@ -286,6 +286,25 @@ def test_fixed():
   assert list(rounds_of(Fixed(width=0), [0])) == [(0, 0)]
 
 
+def test_no_width_is_deeper_than_it_may_be():
+  """The best of those that are not, plain decoding where there is none; no limit is none.
+
+  Fails when the limit is not asked, or cuts a draft of a width that is paid for in full.
+  """
+  # The long chain is by far the best; of the others the tree is.
+  beliefs = believed(verify=(1.0, 1.4, 1.0, 1.1), acceptance=0.95)
+  adaptive, fixed, stepwise = Adaptive(), Fixed(), PlusTwoMinusOne(start=5)
+  for deepest, of_adaptive, of_fixed in ((0, 0, 0), (1, 0, 0), (2, 3, 3), (4, 3, 3), (5, 2, 3), (99, 2, 3)):
+    rows = rows_of(adaptive.init(beliefs, TREES, 1), [10])
+    plan = adaptive.plan(beliefs, TREES, rows, jnp.int32(deepest))
+    assert (int(plan.width), int(plan.depth[0])) == (of_adaptive, DEPTHS[of_adaptive])
+    plan = fixed.plan(None, TREES, rows, jnp.int32(deepest))
+    assert (int(plan.width), int(plan.depth[0])) == (of_fixed, DEPTHS[of_fixed])
+    plan = stepwise.plan(None, TREES[:2], rows_of(jnp.array([5]), [10]), jnp.int32(deepest))
+    widest = 0 if deepest < 2 else 1 if deepest < 5 else 2
+    assert (int(plan.width), int(plan.depth[0])) == (widest, DEPTHS[widest])
+
+
 def test_assumed_costs_are_careful():
   """Not below the dearest that the lab book has of one row on a CPU, in two calibrations and `decode_bench`;
   of many rows not below a node's own share. Fails when a width is assumed cheaper than it was measured."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import processors, sampling
-from specjax.base import Committed, DraftContext, Proposal, RoundPlan
+from specjax.base import ANY_DEPTH, Committed, DraftContext, Proposal, RoundPlan
 from specjax.sampling import Purpose, Settings
 from specjax.tree import TokenTree
 
@@ -207,6 +207,8 @@ class SampledDrafter(_Recording):
 class ScriptedControl:
   """Widths in a circle, whatever happens; every third round a row proposes nothing, and one less deep.
 
+  A width that is deeper than it may be becomes plain decoding.
+
   Attributes:
     script: widths round by round, 0 is plain decoding.
   """
@@ -218,11 +220,12 @@ class ScriptedControl:
   def init(self, beliefs, trees, batch):
     return jnp.zeros((batch,), jnp.int32)
 
-  def plan(self, beliefs, trees, rows):
+  def plan(self, beliefs, trees, rows, deepest=ANY_DEPTH):
     width = jnp.asarray(self.script, jnp.int32)[jnp.max(rows.control) % len(self.script)]
-    deepest = jnp.asarray([0, *(tree.max_depth for tree in trees)], jnp.int32)[width]
+    whole = jnp.asarray([0, *(tree.max_depth for tree in trees)], jnp.int32)[width]
+    width = jnp.where(whole <= deepest, width, 0)
     turn = (rows.control + rows.prompt_length) % 3
-    depth = jnp.where(turn == 0, 0, jnp.where(turn == 1, jnp.maximum(deepest - 1, 1), deepest))
+    depth = jnp.where(turn == 0, 0, jnp.where(turn == 1, jnp.maximum(whole - 1, 1), whole))
     return RoundPlan(width, jnp.where(rows.active & (width > 0), depth, 0))
 
   def learn(self, beliefs, trees, rows, plan, outcome):
