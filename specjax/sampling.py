@@ -16,6 +16,7 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import flax.struct
 import jax
@@ -77,7 +78,12 @@ class Settings:
   bias_values: Array
 
   @classmethod
-  def create(
+  def create(cls, batch: int, **options: Any) -> Settings:
+    """Arrays on the device of what `on_host` takes."""
+    return jax.tree.map(jnp.asarray, cls.on_host(batch, **options))
+
+  @classmethod
+  def on_host(
     cls,
     batch: int,
     *,
@@ -92,7 +98,7 @@ class Settings:
     min_new_tokens=0,
     logit_bias: Mapping[int, float] | Sequence[Mapping[int, float]] = MappingProxyType({}),
   ) -> Settings:
-    """Checks and broadcasts numbers or length-``batch`` sequences.
+    """Checks and broadcasts numbers or length-``batch`` sequences; the arrays are numpy's.
 
     Args:
       batch: rows.
@@ -115,7 +121,7 @@ class Settings:
         raise ValueError(
           f"{name} = {array[bad].flat[0] if array.ndim else value}; it must be in [{low}, {high}]"
         )
-      return jnp.asarray(np.broadcast_to(array.astype(dtype), (batch,)))
+      return np.broadcast_to(array.astype(dtype), (batch,))
 
     bias_ids, bias_values = _bias_columns(logit_bias, batch)
     return cls(
@@ -149,7 +155,7 @@ class Settings:
     )
 
 
-def _bias_columns(logit_bias, batch: int) -> tuple[Array, Array]:
+def _bias_columns(logit_bias, batch: int) -> tuple[np.ndarray, np.ndarray]:
   """``bias_ids, bias_values`` of mappings, checked."""
   rows = [logit_bias] * batch if isinstance(logit_bias, Mapping) else list(logit_bias)
   if len(rows) != batch or not all(isinstance(row, Mapping) for row in rows):
@@ -169,7 +175,7 @@ def _bias_columns(logit_bias, batch: int) -> tuple[Array, Array]:
           f"logit_bias = {value!r} for id {token}; it must be a number in [{-MAX_BIAS:g}, {MAX_BIAS:g}]"
         )
       ids[b, i], values[b, i] = token, value
-  return jnp.asarray(ids), jnp.asarray(values)
+  return ids, values
 
 
 def mask_padding(logits: Array, num_real_tokens: int) -> Array:
