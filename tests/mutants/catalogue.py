@@ -7,6 +7,7 @@ from tests.mutants import (
   control,
   core,
   drafting,
+  engine,
   heads,
   own_layers,
   processing,
@@ -27,4 +28,5 @@ MUTANTS: tuple[Mutant, ...] = (
   *control.MUTANTS,
   *training.MUTANTS,
   *serving.MUTANTS,
+  *engine.MUTANTS,
 )
