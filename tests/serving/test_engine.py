@@ -20,12 +20,16 @@ from tests import contract
 from tests.serving import rig
 
 COUNT = 30
-# Under this budget rows are preempted; the longest of the requests barely fit.
-TIGHT = dict(kv_budget=100, kept_prefixes=2)
 LONGER = [
   pytest.param(name, marks=pytest.mark.slow) for name in ("none", "two_model_tree_top_k", "eagle3_dynamic")
 ]
 DRAFTER = "prompt_lookup"
+
+
+def tight(requests):
+  """Options under which rows are preempted: the longest request barely fits, and nothing is set aside."""
+  most = max(request.most_tokens for request in requests)
+  return dict(kv_budget=most + 4, reserved_share=0.0, kept_prefixes=2)
 
 
 def assert_alike(result, expected):
@@ -49,9 +53,9 @@ def test_mixed_requests_say_what_they_say_alone(name):
   Fails when anything of a row is left to the next, comes from a neighbour, or is lost when a row is taken
   away or its prefix copied; and when something compiles behind the warm-up.
   """
-  engine = rig.engine(name, batches=(2,), **TIGHT)
-  engine.warm_up()
   requests, cancels = rig.mixed(COUNT, 0), {"r4", "r11", "r23"}
+  engine = rig.engine(name, batches=(2,), **tight(requests))
+  engine.warm_up()
   heard, left, compiled, steps = rig.Heard(), list(requests), compile_count(), 0
   while left or engine.busy:
     if left:
@@ -86,8 +90,8 @@ def test_sampled_drafts_are_those_of_a_run_alone(name):
 
   Fails when noise depends on the slot, the step or the company, or starts anew behind a preemption.
   """
-  engine = rig.engine(name, rule="speculative_sampling", **TIGHT)
   requests = rig.mixed(16, 3)
+  engine = rig.engine(name, rule="speculative_sampling", **tight(requests))
   heard = rig.serve(engine, requests)
   assert engine.scheduler.counts.preemptions > 0
   for request in requests:
