@@ -53,7 +53,9 @@ def test_mixed_requests_say_what_they_say_alone(name):
   Fails when anything of a row is left to the next, comes from a neighbour, or is lost when a row is taken
   away or its prefix copied; and when something compiles behind the warm-up.
   """
-  requests, cancels = rig.mixed(COUNT, 0), {"r4", "r11", "r23"}
+  requests = rig.mixed(COUNT, 0)
+  cancelled = [request.id for request in requests if request.max_new_tokens > 20][::3]
+  cancels = set(cancelled)
   engine = rig.engine(name, batches=(2,), **tight(requests))
   engine.warm_up()
   heard, left, compiled, steps = rig.Heard(), list(requests), compile_count(), 0
@@ -73,7 +75,7 @@ def test_mixed_requests_say_what_they_say_alone(name):
   for request in requests:
     result, expected = heard.check(request.id), rig.solos(COUNT, 0)[request.id]
     if heard.end(request.id).update.reason is Reason.CANCELLED:
-      assert request.id in ("r4", "r11", "r23") and expected.tokens[: len(result.tokens)] == result.tokens
+      assert request.id in cancelled and expected.tokens[: len(result.tokens)] == result.tokens
     else:
       assert_alike(result, expected)
   counts = engine.scheduler.counts
