@@ -6,6 +6,10 @@ Each row of a table is a run of experiments.train_drafter in a folder of its own
 command goes on where it was, and finished rows are not trained again. Rows differ in the head alone: data,
 seed, steps and rates are the same; they are train_drafter's flags. ``--table=all`` makes every table. Heads
 start as layer 28, and so they are for targets of about 30 layers: smollm2-135m.
+
+Most rows train on the hidden states that experiments.distill_data recorded: of 30 layers those after 2, 15
+and 27, and the last. Early exits after other layers, and Medusa-2, run the target in every step, which takes
+several times as long. experiments.paper_tables sets the results beside the papers'.
 """
 
 from __future__ import annotations
@@ -49,6 +53,17 @@ TABLES: dict[str, Ablation] = {
     "EAGLE-1 by what a row sees (EAGLE: inputs of the draft model)",
     {inputs: f"eagle[inputs={inputs},judged=3,draft_vocab=8192,start=28]" for inputs in _INPUTS},
   ),
+  "medusa": Ablation(
+    "Medusa-1 and Medusa-2 (which changes the target: held-out figures are those of the changed one)",
+    {
+      "Medusa-1": "medusa[heads=4,draft_vocab=8192]",
+      "Medusa-2": "medusa2[heads=4,draft_vocab=8192,lora=32]",
+    },
+  ),
+  "early_exit": Ablation(
+    "Early exit by layers before the adapter",
+    {f"exit {exit}": f"early_exit[exit={exit},judged=3,draft_vocab=8192]" for exit in (2, 6, 10, 15)},
+  ),
   "features": Ablation(
     "EAGLE-3 without its parts, and EAGLE-1",
     {
@@ -61,7 +76,13 @@ TABLES: dict[str, Ablation] = {
   ),
 }
 
-TABLE = flags.DEFINE_enum("table", "losses", [*TABLES, "all"], "Which table.")
+TABLE = flags.DEFINE_enum(
+  "table",
+  "losses",
+  [*TABLES, "all"],
+  "Which table. early_exit: exits after layers 2 and 15 have their hidden states recorded, those after 6 and "
+  "10 run the target in every step; so does Medusa-2 in medusa.",
+)
 
 # Flags of train_drafter that rows share, where they are not given.
 _ROW = {

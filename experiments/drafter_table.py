@@ -16,9 +16,10 @@ from typing import Any
 from experiments import compare_runs, plots, predictions, render, summary
 from experiments import flags as shared
 from experiments.methods import parse_method
-from experiments.paper_tables import RUNS, number
+from experiments.paper_tables import RUNS
 from experiments.render import Table
 from experiments.run_files import Run
+from experiments.tables.inputs import number
 from specjax.analysis import CostTable
 
 NAME = "drafters"

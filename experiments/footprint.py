@@ -50,13 +50,15 @@ def training_of(source: str) -> dict[str, Any]:
     source: the head's folder.
 
   Returns:
-    ``trained_parameters``, ``tokens``, ``seconds`` and ``peak_memory_bytes`` (the most of a run); nothing for
-    a head without records.
+    ``recipe``, ``--head`` of the last one; ``trained_parameters``, ``tokens``, ``seconds`` and
+    ``peak_memory_bytes`` (the most of a run). Nothing for a head without records.
   """
-  made = [run["result"] for run in history(source) if "result" in run]
-  if not made:
+  runs = [run for run in history(source) if "result" in run]
+  if not runs:
     return {}
+  made = [run["result"] for run in runs]
   return {
+    "recipe": runs[0]["settings"]["--head"],
     "trained_parameters": made[0]["parameters"],
     "tokens": sum(run["tokens"] for run in made),
     "seconds": round(sum(run["seconds"] for run in made), 1),

@@ -6,18 +6,22 @@ import copy
 import dataclasses
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from absl import flags
 
 from experiments import questions as _questions  # noqa: F401  its flags have defaults that are left out
 from experiments import results, summary
+from experiments.methods import parse_method
 from experiments.summary import Row
 from specjax import options
+from specjax.training.records import history
 from specjax.verify import RULES
 
 SCRIPTS = ("spec_bench", "rule_bench")
+# Kinds of heads, where a recipe has another name.
+_KINDS = {"medusa2": "medusa", "distilled": "draft"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +65,31 @@ class Run:
 
   @property
   def device(self) -> str:
-    """Device kind, on CPU its model; how many, if several."""
-    if self.info["platform"] == "cpu":
-      return f"{self.info['cpu']}, {self.info['cpu_count']} cores"
-    count = self.info["device_count"]
-    return self.info["device_kind"] if count == 1 else f"{count} x {self.info['device_kind']}"
+    return device_of(self.info)
+
+  @property
+  def target(self) -> str:
+    """The model that was drafted for; Medusa-2's is another than the one it was made from."""
+    return self.info["model"]
+
+  def head(self, method: str) -> dict[str, Any] | None:
+    """What ``run.json`` knows of a method's trained head: its digest, and how it was trained."""
+    return self.info.get("methods", {}).get(method, {}).get("head")
+
+  def recipe(self, method: str) -> tuple[str, dict[str, Any]]:
+    """``--head`` that a method's head was trained with, taken apart; an empty name where it is not known.
+
+    Where ``run.json`` does not say it (an older run) the records beside the heads of ``--drafter_path`` do,
+    if they still lie there.
+    """
+    known = (self.head(method) or {}).get("recipe")
+    if known is not None:
+      return options.parse("head", known)
+    kind = parse_method(method).head
+    folders = (self.flag("drafter_path") or "").split(",")
+    trained = [history(folder)[0]["settings"]["--head"] for folder in folders if folder and history(folder)]
+    recipes = [options.parse("head", text) for text in trained]
+    return next((recipe for recipe in recipes if _KINDS.get(recipe[0], recipe[0]) == kind), ("", {}))
 
   @property
   def command(self) -> str:
@@ -87,6 +111,14 @@ class Run:
     return said if whole else f"{said}; not finished"
 
 
+def device_of(info: dict[str, Any]) -> str:
+  """Device kind, on CPU its model; how many, if several. ``info`` as `results.environment` has it."""
+  if info["platform"] == "cpu":
+    return f"{info['cpu']}, {info['cpu_count']} cores"
+  count = info["device_count"]
+  return info["device_kind"] if count == 1 else f"{count} x {info['device_kind']}"
+
+
 def _defaults() -> set[str]:
   """Lines of flags at their defaults, of the flags defined in this process."""
   lines = set()
@@ -99,28 +131,41 @@ def _defaults() -> set[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class ChainFigures:
-  """Rows of a two-model chain in a category, and plain decoding of the same prompts.
+class Figures:
+  """Rows of a method in a category, and plain decoding of the same prompts.
 
   Attributes:
     run: where they are from.
-    drafter: as in ``--drafter``.
+    method: as in ``--drafter``.
     category: or `summary.OVERALL`.
-    temperature: of the target.
-    window: γ.
-    batch: rows decoded together.
-    rows: of the drafter.
+    rows: of the method.
     plain: of the baseline, in the same order.
   """
 
   run: Run
-  drafter: str
+  method: str
   category: str
-  temperature: float
-  window: int
-  batch: int
   rows: list[Row]
   plain: list[Row]
+
+  @property
+  def settings(self) -> dict[str, Any]:
+    """Of its rows."""
+    return self.rows[0]["settings"]
+
+  @property
+  def temperature(self) -> float:
+    return self.settings["temperature"]
+
+  @property
+  def window(self) -> int:
+    """Drafts along a path: γ of a chain."""
+    return self.settings["window"]
+
+  @property
+  def batch(self) -> int:
+    """Rows decoded together."""
+    return self.settings["batch_size"]
 
   @property
   def device(self) -> str:
@@ -137,6 +182,11 @@ class ChainFigures:
       return sum(row["accepted"] for row in self.rows) / judged
     known = [row for row in self.rows if row["overlap"] is not None]
     return sum(row["overlap"] * sum(row["reach_counts"]) for row in known) / judged
+
+  @property
+  def positions(self) -> list[float]:
+    """Acceptance by position."""
+    return summary.acceptance_by_position(self.rows)
 
   @property
   def tau(self) -> float:
@@ -166,33 +216,41 @@ class ChainFigures:
     return results.ratio(lived, rounds)
 
 
-def _is_chain(row: Row) -> bool:
-  """A two-model chain under a rule that keeps the target's law."""
-  name, _ = options.parse("drafter", row["drafter"])
+def is_lossless(row: Row) -> bool:
+  """Whether the row's rule keeps the target's law."""
   rule, _ = options.parse("rule", row["rule"])
+  return rule in RULES and RULES[rule].lossless
+
+
+def _is_chain(row: Row) -> bool:
+  """A two-model chain."""
+  name, _ = options.parse("drafter", row["drafter"])
   settings = row["settings"]
-  lossless = rule in RULES and RULES[rule].lossless
-  return name == "two_model" and lossless and settings["nodes"] == settings["window"] + 1
+  return name == "two_model" and settings["nodes"] == settings["window"] + 1
 
 
-def chains(runs: list[Run]) -> Iterator[ChainFigures]:
-  """Figures of every two-model chain of the `spec_bench` runs, by category, then over all of them."""
+def figures(
+  runs: list[Run], keep: Callable[[Row], bool] = lambda row: True, *, by_category: bool = True
+) -> Iterator[Figures]:
+  """Figures of every method of the `spec_bench` runs under rules that keep the target's law.
+
+  Args:
+    keep: which rows are looked at.
+    by_category: figures of each category before those of all; where there is one, of it alone. Else over
+      all categories only.
+  """
   for run in runs:
     methods = summary.by_method(run.rows) if run.info["script"] == "spec_bench" else {}
-    for drafter, answered in methods.items():
-      plain = methods[summary.BASELINE]
-      shared = [row for key, row in answered.items() if key in plain and _is_chain(row)]
+    plain = methods.pop(summary.BASELINE, {})
+    for method, answered in methods.items():
+      shared = [row for key, row in answered.items() if key in plain and is_lossless(row) and keep(row)]
       found = summary.categories(shared) if shared else []
-      for category in found if len(found) > 2 else found[:1]:
+      chosen = found[-1:] if not by_category else found if len(found) > 2 else found[:1]
+      for category in chosen:
         mine = [row for row in shared if category in (row["category"], summary.OVERALL)]
-        settings = mine[0]["settings"]
-        yield ChainFigures(
-          run=run,
-          drafter=drafter,
-          category=category,
-          temperature=settings["temperature"],
-          window=settings["window"],
-          batch=settings["batch_size"],
-          rows=mine,
-          plain=[plain[summary.key(row)] for row in mine],
-        )
+        yield Figures(run, method, category, mine, [plain[summary.key(row)] for row in mine])
+
+
+def chains(runs: list[Run]) -> Iterator[Figures]:
+  """Figures of every two-model chain, by category, then over all of them."""
+  return figures(runs, _is_chain)

@@ -57,6 +57,18 @@ def test_the_script(tmp_path, monkeypatch, capsys):
   assert os.path.getsize(tmp_path / "losses.png") > 1000
 
 
+def test_all_tables(tmp_path, monkeypatch, capsys):
+  """Every row once, in a folder of its own. Fails when a table is left out or two share a folder."""
+  taken = []
+  monkeypatch.setattr(ablations, "train", lambda head, folder: (taken.append(head), finished(folder, 1.5)))
+  monkeypatch.setattr(ablations.plots, "can_draw", lambda: False)
+  assert run_script(ablations, "--table=all", "--data=a", f"--output={tmp_path}") == 0
+  said = capsys.readouterr().out
+  assert taken == [head for table in ablations.TABLES.values() for head in table.heads.values()]
+  assert all(table.title in said for table in ablations.TABLES.values())
+  assert (tmp_path / "early_exit" / "exit_15").is_dir() and (tmp_path / "medusa" / "Medusa-2").is_dir()
+
+
 def test_a_run_that_fails_ends_the_command(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(ablations, "command", lambda *_: ["false"])
   assert run_script(ablations, "--data=a", f"--output={tmp_path}") == 2

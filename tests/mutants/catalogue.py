@@ -13,6 +13,7 @@ from tests.mutants import (
   processing,
   rules,
   serving,
+  tables,
   training,
 )
 
@@ -29,4 +30,5 @@ MUTANTS: tuple[Mutant, ...] = (
   *training.MUTANTS,
   *serving.MUTANTS,
   *engine.MUTANTS,
+  *tables.MUTANTS,
 )
