@@ -34,7 +34,7 @@ _SCALE_NOTE = (
 )
 _HELD_OUT_NOTE = (
   "Rows of training runs: acceptance by position and τ are those of greedy rounds on held-out text, with a "
-  "chain as long as acceptance is known; predicted × is what the calibration makes of that chain."
+  "chain as long as acceptance is known; predicted × is what that chain would be on the calibration's device."
 )
 
 

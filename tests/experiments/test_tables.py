@@ -260,8 +260,9 @@ def test_sizes_of_medusas_tree(tmp_path):
   found = ours(paper_tables.medusa_trees(inputs([run], table, heads)))
   two, four, eight, whole, *run_rows = found
   assert (two["nodes"], two["drafts by depth"], two["predicted τ"]) == ("2", "1", "1.50")
+  # Two nodes cost 4.5 / 4 plain rounds, the heads' one pass 1 / 4, however deep the tree.
+  assert two["predicted ×"] == f"{1.5 / 1.375:.2f}"
   assert (four["nodes"], four["drafts by depth"], four["predicted τ"]) == ("4", "2/1", "1.90")
-  # Four nodes cost 6 / 4 plain rounds, the heads' one pass 1 / 4.
   assert four["predicted ×"] == f"{1.9 / 1.75:.2f}"
   assert (eight["nodes"], eight["drafts by depth"]) == ("8", "3/4")
   assert (whole["nodes"], whole["drafts by depth"]) == ("10", "3/6"), "others are never accepted"
