@@ -49,7 +49,7 @@ PASSES = flags.DEFINE_integer("passes", None, "Passes over the cases of a part. 
 LIVE = flags.DEFINE_integer("live", 100, "Tokens in each row before the first round.", 2)
 NODES = flags.DEFINE_list("nodes", None, "Widths to verify. Default: 1,2,4,8,16,32,64, quick 1,8.")
 TREES = flags.DEFINE_list("trees", None, "Nodes of the parts trees and memory. Default: 8,16,64, quick 16.")
-SLOTS = flags.DEFINE_list("slots", None, "Buffer sizes. Default: 512,2048,8192, quick 512,8192.")
+SLOTS = flags.DEFINE_list("buffer_slots", None, "Buffer sizes. Default: 512,2048,8192, quick 512,8192.")
 BATCHES = flags.DEFINE_list("batches", None, "Numbers of rows. Default: 1,2,4,8, quick 1,4.")
 LAYERS = flags.DEFINE_list("layers", None, "Layers of the part compile. Default: 32,80, quick 8.")
 

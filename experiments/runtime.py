@@ -223,8 +223,17 @@ def length_limit(job: Job, needed: int) -> int:
   return asked or min(most, -(-needed // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
 
 
-def make_method(job: Job, name: str, limit: int) -> Method:
+def make_method(
+  job: Job, name: str, limit: int, *, batch: int | None = None, any_temperature: bool = False
+) -> Method:
   """A drafter with the rule of the flags. ``none`` is always plain decoding of the target.
+
+  Args:
+    job: what was loaded.
+    name: as `methods.parse_method` reads it.
+    limit: most tokens of a row.
+    batch: rows that decode together, None: as --batch_size says.
+    any_temperature: rows may have any; --rule=auto then takes no rule that is for temperature 0 alone.
 
   Raises:
     ValueError: names that do not exist, or a rule that does not take the drafter's proposals.
@@ -236,7 +245,7 @@ def make_method(job: Job, name: str, limit: int) -> Method:
     chosen = make_control(name, method.control, method.options)
   config = DecodeConfig(
     drafter=drafter,
-    rule=_make_rule((*alternatives, drafter)),
+    rule=_make_rule((*alternatives, drafter), greedily=greedy() and not any_temperature),
     num_real_tokens=job.target.config.num_real_tokens,
     length_limit=limit,
     implementation=shared.ATTENTION.value,
@@ -247,7 +256,7 @@ def make_method(job: Job, name: str, limit: int) -> Method:
   draft = _drafter_weights(job, name)
   beliefs, source = None, None
   if method.control == "adaptive":
-    beliefs, source = _beliefs(job, method, config, draft)
+    beliefs, source = _beliefs(job, method, config, draft, batch or shared.BATCH_SIZE.value)
   return Method(name, config, Weights(job.target.model, draft, beliefs=beliefs), source)
 
 
@@ -262,11 +271,12 @@ def _drafter_weights(job: Job, text: str) -> Any:
   return job.draft.model if job.draft is not None and method.uses_draft_model else None
 
 
-def _beliefs(job: Job, method: MethodText, config: DecodeConfig, draft: Any) -> tuple[control.Beliefs, str]:
+def _beliefs(
+  job: Job, method: MethodText, config: DecodeConfig, draft: Any, batch: int
+) -> tuple[control.Beliefs, str]:
   """What an adaptive controller believes of the widths beforehand, and where that comes from."""
   key = calibration_key(job)
   table = calibration.load(key)
-  batch = shared.BATCH_SIZE.value
   why = "no calibration"
   if table is not None:
     head = head_digest(job, method.widths[0])
@@ -315,13 +325,13 @@ def _draft_config(job: Job, name: str) -> DecoderConfig:
   return job.draft.config if head is None else head.config.decoder
 
 
-def _make_rule(drafters: Sequence[Drafter]) -> Rule:
+def _make_rule(drafters: Sequence[Drafter], *, greedily: bool) -> Rule:
   """One rule for the drafters of all widths."""
   name = shared.RULE.value
   # The baseline is plain decoding, whatever the drafts are judged by.
   if name != "auto" and drafters[0].name != "none":
     return make_rule(name)
-  if greedy():
+  if greedily:
     return make_rule("greedy")
   if all(drafter.kind == "deterministic" for drafter in drafters):
     return make_rule("draw_and_follow")

@@ -292,10 +292,8 @@ def test_decode_bench_measures_every_part(models, tmp_path, capsys, parts):
   """Structure, not times (case P7): each case does its work, and nothing compiles while timing."""
   output = str(tmp_path / "cost")
   flags = [f"--model={models[0]}", "--quick", "--passes=2", "--rounds=4", "--live=20", "--nodes=4"]
-  flags.append(f"--parts={','.join(parts)}")
-  assert (
-    run_script(decode_bench, *flags, "--slots=512", "--batches=1,2", "--layers=2", f"--output={output}") == 0
-  )
+  flags += [f"--parts={','.join(parts)}", "--buffer_slots=512", "--batches=1,2", "--layers=2"]
+  assert run_script(decode_bench, *flags, f"--output={output}") == 0
   rows = results.read_rows(output)
   assert {row["part"].split(",")[0] for row in rows} == set(parts)
   assert all(row["compile_s"] > 0 for row in rows if row["part"] == "compile")
