@@ -13,6 +13,7 @@ HERE = pathlib.Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "specjax" / "__init__.py").read_text())[1]
 
 TORCH = "torch>=2.13"
+SERVE = ["starlette>=1.10", "uvicorn>=0.54"]
 PARITY = [TORCH, "transformers>=5.24"]
 
 setuptools.setup(
@@ -46,7 +47,20 @@ setuptools.setup(
   extras_require={
     "hub": ["huggingface_hub>=2.4"],
     "parity": PARITY,
-    "test": ["hypothesis>=6.170", "matplotlib>=3.11", "pytest>=9.2", "pytest-xdist>=3.8", "ruff>=0.17.6"],
+    # `experiments.serve`: the HTTP front.
+    "serve": SERVE,
+    # The official client is the oracle for the HTTP front, Prometheus's parser the one for its metrics.
+    "test": [
+      *SERVE,
+      "httpx>=0.28",
+      "hypothesis>=6.170",
+      "matplotlib>=3.11",
+      "openai>=3.57",
+      "prometheus-client>=0.26",
+      "pytest>=9.2",
+      "pytest-xdist>=3.8",
+      "ruff>=0.17.6",
+    ],
     # Reading heads that were saved as PyTorch's own files (medusa_lm_head.pt, pytorch_model.bin).
     "torch": [TORCH],
     "tpu": ["jax[tpu]"],

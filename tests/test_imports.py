@@ -94,8 +94,12 @@ NO_JAX = tuple(
     "arrivals",
     "summary",
     "simulate",
+    "http/schema",
+    "http/metrics",
   )
 )
+# Modules that need an extra; nothing else imports them, or what they need, at the top.
+EXTRA = {"serving/http/app.py": "starlette", "serving/http/server.py": "uvicorn"}
 
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
@@ -181,6 +185,16 @@ def test_imports_follow_the_map(file):
 def test_the_check_sees(file, source):
   """Each of these is a fault; the check must say so."""
   assert faults(source, pathlib.Path(file))
+
+
+def test_the_package_imports_without_its_extras():
+  """Fails when the web server becomes a need of those who do not serve."""
+  needed = {*EXTRA.values(), *("specjax." + file[:-3].replace("/", ".") for file in EXTRA)}
+  for file in FILES:
+    tops = {module for module, _, top in imports(ast.parse(ROOT.joinpath(file).read_text()), file) if top}
+    found = {name for name in needed for module in tops if module == name or module.startswith(f"{name}.")}
+    assert bool(found) == (file.as_posix() in EXTRA), file
+    assert EXTRA.get(file.as_posix()) in (None, *found)
 
 
 def test_every_module_has_a_rule():

@@ -9,6 +9,7 @@ from tests.mutants import (
   drafting,
   engine,
   heads,
+  http,
   own_layers,
   processing,
   rules,
@@ -31,4 +32,5 @@ MUTANTS: tuple[Mutant, ...] = (
   *serving.MUTANTS,
   *engine.MUTANTS,
   *tables.MUTANTS,
+  *http.MUTANTS,
 )
