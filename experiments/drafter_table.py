@@ -2,8 +2,9 @@
 
   python -m experiments.drafter_table --runs=runs/t0,runs/t1 --output=tables/ [--plot=drafters.png]
 
-Reads run directories of `spec_bench`, one a temperature, and the calibration that they ran with
-(--calibration); runs nothing. The table is written as Markdown, CSV and LaTeX, the figure as PNG.
+Reads run directories of `spec_bench`, one a temperature, and with --calibration what they were predicted to
+gain (a calibration of another device, model or head predicts nothing); runs nothing. The table is written as
+Markdown, CSV and LaTeX, the figure as PNG.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from experiments import compare_runs, plots, predictions, render, summary
+from experiments import compare_runs, plots, render, summary
 from experiments import flags as shared
 from experiments.methods import parse_method
 from experiments.paper_tables import RUNS
 from experiments.render import Table
-from experiments.run_files import Run
-from experiments.tables.inputs import number
+from experiments.run_files import Run, figures
+from experiments.tables.inputs import Inputs, number, positions
 from specjax.analysis import CostTable
 
 NAME = "drafters"
@@ -64,7 +65,8 @@ class Cell:
     tau: tokens a round.
     positions: acceptance by position.
     speedup: of decoding, with its 95 % interval over questions.
-    predicted: by the calibration, None where it does not know the method.
+    draft: what drafting took of a round, in plain rounds, and
+    predicted: the speedup, both by the calibration; None where it is of something else.
     identical: texts that are plain decoding's.
     rows: how many there are.
   """
@@ -72,6 +74,7 @@ class Cell:
   tau: float
   positions: tuple[float, ...]
   speedup: tuple[float, float, float]
+  draft: float | None
   predicted: float | None
   identical: int
   rows: int
@@ -79,12 +82,11 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-  """A method: its footprint as `run.json` has it, its draft's cost, and a `Cell` a temperature."""
+  """A method: its footprint as `run.json` has it, and a `Cell` a temperature."""
 
   method: str
   footprint: dict[str, Any]
-  draft_cost: float | None
-  cells: dict[float, Cell]
+  cells: dict[float, Cell] = dataclasses.field(default_factory=dict)
 
   @property
   def family(self) -> Family:
@@ -114,19 +116,19 @@ def temperature_of(run: Run) -> float:
   return found.pop()
 
 
-def lines_of(runs: Sequence[Run], costs: CostTable | None, samples: int) -> list[Line]:
-  """A line a method, in the order of the first run that has it.
+def lines_of(inputs: Inputs, samples: int) -> list[Line]:
+  """A line a method under rules that keep the target's law, in the order of the first run that has it.
+
+  Args:
+    samples: resamples of the questions, for intervals.
 
   Raises:
     ValueError: no run of spec_bench, two at one temperature, one that is not finished or has no footprints.
   """
-  if not runs:
+  if not inputs.runs:
     raise ValueError("--runs is empty; run directories of spec_bench are needed, one a temperature")
-  footprints: dict[str, dict[str, Any]] = {}
-  found: dict[str, dict[float, Cell]] = {}
-  costs_of: dict[str, float] = {}
   temperatures: set[float] = set()
-  for run in runs:
+  for run in inputs.runs:
     if run.info["script"] != "spec_bench" or "finished" not in run.info:
       raise ValueError(f"--runs: {run.path} is no finished run of spec_bench")
     if "methods" not in run.info:
@@ -135,44 +137,28 @@ def lines_of(runs: Sequence[Run], costs: CostTable | None, samples: int) -> list
     if temperature in temperatures:
       raise ValueError(f"--runs: {run.path}: another run has temperature {temperature:g} too")
     temperatures.add(temperature)
-    methods = summary.by_method(run.rows)
-    plain = methods.pop(summary.BASELINE)
-    known = {} if costs is None else _overall(costs, run)
-    for method, answered in methods.items():
-      mine = [row for key, row in answered.items() if key in plain]
-      theirs = [plain[summary.key(row)] for row in mine]
-      footprints.setdefault(method, run.info["methods"][method])
-      if method in known:
-        costs_of.setdefault(method, known[method].draft)
-      found.setdefault(method, {})[temperature] = Cell(
-        tau=summary.tau(mine),
-        positions=tuple(summary.acceptance_by_position(mine)),
-        speedup=compare_runs.speedup(mine, theirs, samples),
-        predicted=known[method].predicted if method in known else None,
-        identical=summary.identical(mine, theirs),
-        rows=len(mine),
-      )
-  return [Line(method, footprints[method], costs_of.get(method), cells) for method, cells in found.items()]
+  lines: dict[str, Line] = {}
+  for found in figures(inputs.runs, by_category=False):
+    line = lines.setdefault(found.method, Line(found.method, found.run.info["methods"][found.method]))
+    predicted = inputs.prediction(found)
+    line.cells[found.temperature] = Cell(
+      tau=found.tau,
+      positions=tuple(found.positions),
+      speedup=compare_runs.speedup(found.rows, found.plain, samples),
+      draft=None if predicted is None else predicted.draft,
+      predicted=None if predicted is None else predicted.predicted,
+      identical=summary.identical(found.rows, found.plain),
+      rows=len(found.rows),
+    )
+  return list(lines.values())
 
 
-def _overall(costs: CostTable, run: Run) -> dict[str, predictions.Line]:
-  """Predictions over all categories, by method."""
-  found = predictions.lines(costs, run.rows)
-  return {line.method: line for line in found if line.category == summary.OVERALL}
-
-
-def _positions(cell: Cell | None) -> str | None:
-  return " ".join(f"{share:.2f}".lstrip("0") for share in cell.positions) if cell and cell.positions else None
-
-
-def _speed(cell: Cell | None) -> str | None:
-  if cell is None:
-    return None
+def _speed(cell: Cell) -> str:
   value, low, high = cell.speedup
   return f"{value:.2f} [{low:.2f}, {high:.2f}]" + (" slower" if high < 1 else "")
 
 
-def table(lines: Sequence[Line], runs: Sequence[Run]) -> Table:
+def table(lines: Sequence[Line], inputs: Inputs) -> Table:
   """One row a method."""
   temperatures = sorted({t for line in lines for t in line.cells})
   header = ["method", "family", "own weights", "own cache a token", "draft reads", "trained parameters"]
@@ -191,11 +177,11 @@ def table(lines: Sequence[Line], runs: Sequence[Run]) -> Table:
       f"{trained['trained_parameters'] / 1e6:.1f} M" if "trained_parameters" in trained else None,
       f"{trained['tokens'] / 1e6:.2f} M" if "tokens" in trained else None,
       f"{trained['seconds'] / 60:.0f}" if "seconds" in trained else None,
-      number(line.draft_cost),
+      next((number(cell.draft) for cell in line.cells.values() if cell.draft is not None), None),
     ]
     for t in temperatures:
       cell = line.cells.get(t)
-      row += [number(cell.tau) if cell else None, _positions(cell), _speed(cell)]
+      row += [number(cell.tau), positions(cell.positions), _speed(cell)] if cell else [None] * 3
       row.append(number(cell.predicted) if cell else None)
     rows.append(row)
   greedy = [line.cells[0.0] for line in lines if 0.0 in line.cells]
@@ -208,7 +194,7 @@ def table(lines: Sequence[Line], runs: Sequence[Run]) -> Table:
     "decode ×: decode rate over plain decoding's on the same questions in the same run, compilation "
     "excluded, with the 95 % interval over questions; slower: the whole interval is below 1.",
     *([f"texts that equal plain decoding's at T=0: {same}."] if greedy else []),
-    *(run.note for run in runs),
+    *inputs.notes(),
   ]
   return Table(NAME, "All drafters", tuple(header), rows, notes)
 
@@ -270,10 +256,11 @@ def main(_: list[str]) -> None:
   if not shared.OUTPUT.value:
     raise ValueError("--output is empty; a folder for the table is needed, e.g. --output=tables")
   plots.check()
-  runs = [Run.read(path, number) for number, path in enumerate(dict.fromkeys(RUNS.value), start=1)]
-  costs = CostTable.read(shared.CALIBRATION.value) if shared.CALIBRATION.value else None
-  lines = lines_of(runs, costs, compare_runs.SAMPLES.value)
-  made = table(lines, runs)
+  shared.refuse(["tables", "ablations"], "drafter_table", "--runs")
+  runs = [Run.read(path, place) for place, path in enumerate(dict.fromkeys(RUNS.value), start=1)]
+  inputs = Inputs(runs, CostTable.read(shared.CALIBRATION.value) if shared.CALIBRATION.value else None)
+  lines = lines_of(inputs, compare_runs.SAMPLES.value)
+  made = table(lines, inputs)
   render.write(made, shared.OUTPUT.value)
   print(render.markdown(made))
   if plots.can_draw():

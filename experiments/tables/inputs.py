@@ -66,15 +66,20 @@ class Inputs:
     """Training runs of these recipes, of a table of `ablations` or alone."""
     return [head for head in self.heads if head.recipe[0] in recipes and head.table in (None, table)]
 
-  def predicted(self, found: Figures) -> float | None:
-    """Speedup by the calibration and the rounds that were run.
+  def prediction(self, found: Figures) -> predictions.Line | None:
+    """What the calibration says of these rows over all their categories, by the rounds that were run.
 
     None where it is of something else: another device, model, head, or drafts that were not measured.
     """
     if not self.fits(found.run) or self._has_another_head(found):
       return None
     lines = predictions.lines(self.costs, [*found.plain, *found.rows])
-    return lines[-1].predicted if lines else None
+    return lines[-1] if lines else None
+
+  def predicted(self, found: Figures) -> float | None:
+    """The speedup of `prediction`."""
+    line = self.prediction(found)
+    return None if line is None else line.predicted
 
   def _has_another_head(self, found: Figures) -> bool:
     head, known = found.run.head(found.method), self.costs.drafts

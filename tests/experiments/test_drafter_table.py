@@ -1,5 +1,6 @@
 """The table of all drafters: cells by hand, one-line errors, a figure that opens."""
 
+import json
 import os
 
 import matplotlib.image
@@ -43,16 +44,28 @@ def run(path, temperature, **more):
   return save_run(path, rows(temperature), methods={"none": SIZES, DRAFTER: SIZES}, **more)
 
 
+def inputs_of(paths, costs):
+  return drafter_table.Inputs([Run.read(path, i) for i, path in enumerate(paths, 1)], costs)
+
+
+def costs_of(path, head, **key):
+  """The calibration by hand, its draft measured with a head."""
+  file = calibration(path / "c.json", draft_model=None, **key)
+  data = json.loads((path / "c.json").read_text())
+  data["drafts"][DRAFTER]["head"] = head
+  (path / "c.json").write_text(json.dumps(data))
+  return drafter_table.CostTable.read(file)
+
+
 def test_cells_by_hand(tmp_path):
   """Speed 8 / 5, τ 120 / 60, 5 % of the weights. Fails for another ratio or column."""
   paths = [run(tmp_path / "t0", 0.0), run(tmp_path / "t1", 1.0)]
-  runs = [Run.read(path, i) for i, path in enumerate(paths, 1)]
-  costs = drafter_table.CostTable.read(calibration(tmp_path / "c.json"))
-  (line,) = drafter_table.lines_of(runs, costs, 100)
+  inputs = inputs_of(paths, costs_of(tmp_path, head="abc"))
+  (line,) = drafter_table.lines_of(inputs, 100)
   assert line.weights == 0.05 and line.cache == pytest.approx(1 / 30)
   assert {t: cell.tau for t, cell in line.cells.items()} == {0.0: 2.0, 1.0: 2.0}
   assert line.cells[0.0].speedup[0] == 1.6 and line.cells[0.0].positions == (20 / 30, 10 / 20)
-  made = drafter_table.table([line], runs)
+  made = drafter_table.table([line], inputs)
   cells = dict(zip(made.header, made.rows[0], strict=True))
   assert cells["own weights"] == "25.0 MB (5.0 %)" and cells["own cache a token"] == "1536 B (3.3 %)"
   assert cells["family"] == "two models" and cells["minutes"] == "10" and cells["tokens trained"] == "1.25 M"
@@ -64,14 +77,24 @@ def test_cells_by_hand(tmp_path):
   assert any("at T=0: 2 of 2" in note for note in made.notes)
 
 
-def test_without_a_calibration_nothing_is_predicted(tmp_path):
-  (line,) = drafter_table.lines_of([Run.read(run(tmp_path / "t0", 0.0))], None, 100)
-  assert line.draft_cost is None and line.cells[0.0].predicted is None
+@pytest.mark.parametrize("given", [None, {"head": "another"}, {"head": "abc", "cpu": "another"}])
+def test_what_a_calibration_does_not_fit_is_not_predicted(tmp_path, given):
+  """Fails when costs of another head, or of another machine, stand beside what was measured."""
+  costs = None if given is None else costs_of(tmp_path, **given)
+  (line,) = drafter_table.lines_of(inputs_of([run(tmp_path / "t0", 0.0)], costs), 100)
+  assert line.cells[0.0].draft is None and line.cells[0.0].predicted is None
+  assert line.cells[0.0].tau == 2.0
 
 
 def test_every_drafter_has_a_family():
   """A drafter that is added says what it needs."""
   assert set(drafter_table.FAMILIES) == set(DRAFTERS) - {"none"}
+
+
+def test_flags_of_other_tables_are_refused(tmp_path, capsys):
+  arguments = f"--runs={run(tmp_path / 't0', 0.0)}", f"--output={tmp_path / 'out'}", "--tables=chen"
+  assert run_script(drafter_table, *arguments) == 2
+  assert "--tables is not used by drafter_table" in error_of(capsys)
 
 
 def test_the_script_writes_table_and_figure(tmp_path):
