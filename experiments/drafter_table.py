@@ -228,7 +228,8 @@ def plot(lines: Sequence[Line], path: str) -> None:
   axes[0].axvline(1.0, color="black", linewidth=0.8)
   shades = ", ".join(f"T={t:g} {'full' if i == 0 else 'pale'}" for i, t in enumerate(temperatures))
   axes[0].set_title(f"decode speed / plain\n{shades}; | predicted", fontsize=9)
-  axes[1].set_xlim(left=1.0)
+  most = max(cell.tau for line in lines for cell in line.cells.values())
+  axes[1].set_xlim(1.0, 1.0 + 1.15 * (most - 1.0) + 0.01)  # room for the number behind the longest bar
   axes[1].set_title("τ, tokens a round", fontsize=9)
   for ax, of, form, title in (
     (axes[2], lambda line: 100 * line.weights, "{:.1f} %", "own weights,\n% of the target's"),
@@ -241,7 +242,10 @@ def plot(lines: Sequence[Line], path: str) -> None:
       ax.text(value, place, " " + (form.format(value) if value else "none"), va="center", fontsize=7)
     ax.set_xlim(right=max([*values, 1e-9]) * 1.45)
     ax.set_title(title, fontsize=9)
-  labels = [f"{line.method}\n{line.family.name}: {line.family.pieces}" for line in lines]
+  # A controller's widths, one a line.
+  labels = [
+    f"{line.method.replace('|', '|' + chr(10))}\n{line.family.name}: {line.family.pieces}" for line in lines
+  ]
   axes[0].set_yticks(list(places), labels, fontsize=7)
   axes[0].invert_yaxis()
   for ax in axes:
