@@ -7,15 +7,18 @@ Cost models, and the choice of a round's width, read the file (`specjax.analysis
 
 - whole rounds (verify, rule, commit, in the compiled loop) by nodes, batch and live length, with a draft that
   costs nothing; chains stand for trees, whose rounds of as many nodes were measured equal within 5 %;
-- each drafter's draft alone, by batch and live length, and what it pays a token that it has not seen yet; if
-  it runs layers of the target which verification then leaves out, less what verification saves;
+- each drafter's draft, by batch and live length: rounds with it less rounds with a free one of as many
+  nodes, one behind the other. So it holds what only a whole round shows: reading again weights that the
+  target's have driven from the caches, the drafter's part of a commit, what a tree costs beyond a chain, and
+  what verification saves where layers of the target drafted;
+- what a drafter pays a token that it has not seen yet, from drafts alone;
 - of the rounds: rule and commit, by nodes;
 - prefill chunks by width, and the host's share of a call, which is taken off the rounds;
 - each drafter's acceptance on --questions (the shipped prompts), at --temperature.
 
 Figures are medians over passes in which the cases of a batch and live length alternate; everything is
 compiled before. Live lengths are traced: a batch compiles once a number of nodes. Rounds begin at the live
-length and accept hardly anything, so that they end --rounds_a_call tokens further on.
+length; free drafts are hardly ever accepted, so that they end --rounds_a_call tokens further on.
 
 A killed run goes on where it was: its rows are in --output, or beside the calibration file until that is
 written.
@@ -99,10 +102,9 @@ class Plan:
   turns: int
   tokens: int
 
-  @property
-  def room(self) -> int:
-    """Tokens of a row when every draft of a call is accepted."""
-    return self.lives[-1] + self.turns * self.nodes[-1]
+  def room(self, deepest: int = 0) -> int:
+    """Tokens of a row when every draft of a call is accepted, the drafters' of ``deepest`` tokens too."""
+    return self.lives[-1] + self.turns * max(self.nodes[-1], deepest + 1)
 
   def groups(self, widths: Sequence[int]) -> Iterator[list[Case]]:
     """All cases, those together that alternate.
@@ -167,24 +169,26 @@ class Calibration:
 
   def __init__(self, plan: Plan, asked: list[questions.Question], job: runtime.Job):
     self.plan, self.asked, self.job = plan, asked, job
-    most = job.target.config.max_length
-    if plan.room > most:
+    deepest = max(runtime.make_method(job, name, plan.room()).window for name in plan.drafters)
+    self.room, most = plan.room(deepest), job.target.config.max_length
+    if self.room > most:
       raise ValueError(
-        f"--lives = {plan.lives[-1]} needs room for {plan.room} tokens with {plan.turns} rounds of "
-        f"{plan.nodes[-1]} nodes; the model was made for {most} positions"
+        f"--lives = {plan.lives[-1]} needs room for {self.room} tokens with {plan.turns} rounds of "
+        f"{plan.nodes[-1]} nodes and drafts of {deepest}; the model was made for {most} positions"
       )
     self.bench = timing.Bench(job, None, passes=plan.passes, rounds=plan.turns, live=plan.lives[-1])
-    self.plain = runtime.make_method(job, "none", plan.room)
-    self.methods = {name: runtime.make_method(job, name, plan.room) for name in plan.drafters}
-    rule = make_rule("greedy" if runtime.greedy() else "draw_and_follow")
-    slots = plan.room + plan.nodes[-1]
-    shapes = {nodes: TokenTree.chain(nodes - 1) for nodes in plan.nodes}
-    free = {nodes: timing.fixed(self.plain, shape, slots=slots) for nodes, shape in shapes.items()}
-    self.free = {
-      nodes: dataclasses.replace(method, config=dataclasses.replace(method.config, rule=rule))
-      for nodes, method in free.items()
-    }
+    self.plain = runtime.make_method(job, "none", self.room)
+    self.methods = {name: runtime.make_method(job, name, self.room) for name in plan.drafters}
+    drafted = {method.config.drafter.tree.num_nodes for method in self.methods.values()}
+    sizes = sorted({*plan.nodes, *drafted})
+    self.free = {nodes: self.free_method(nodes, self.room + sizes[-1]) for nodes in sizes}
     self.boxes: dict[tuple[str, int], list[decode.DecodeState]] = {}
+
+  def free_method(self, nodes: int, slots: int) -> runtime.Method:
+    """Rounds of a chain of this many nodes whose draft costs nothing, in a buffer that all of them share."""
+    method = timing.fixed(self.plain, TokenTree.chain(nodes - 1), slots=slots)
+    rule = make_rule("greedy" if runtime.greedy() else "draw_and_follow")
+    return dataclasses.replace(method, config=dataclasses.replace(method.config, rule=rule))
 
   @property
   def widths(self) -> tuple[int, ...]:
@@ -239,10 +243,17 @@ class Calibration:
   def round_case(self, case: Case) -> timing.Case:
     return self.bench.shared_rounds_case(self.free[case.of], self.box("", case.batch), case.live)
 
-  def draft_case(self, case: Case, unseen: int = 0) -> timing.Case:
+  def draft_case(self, case: Case) -> timing.Case:
+    """What rounds take longer with this draft than with a free one; noise may make it less than nothing."""
+    method = self.methods[case.of]
+    free = self.free[method.config.drafter.tree.num_nodes]
+    real = self.bench.shared_rounds_case(method, self.box(case.of, case.batch), case.live)
+    bare = self.bench.shared_rounds_case(free, self.box("", case.batch), case.live)
+    return lambda: real() - bare()
+
+  def alone_case(self, case: Case, unseen: int = 0) -> timing.Case:
     """Drafts alone; the drafter's cache lacks the last ``unseen`` tokens before each of them."""
     method, box = self.methods[case.of], self.box(case.of, case.batch)
-    first = loops.start_layer(method, box[0])
 
     def run() -> float:
       state = loops.rewind(box[0], case.live)
@@ -254,23 +265,9 @@ class Calibration:
       box[0] = jax.block_until_ready(state)
       start = time.perf_counter()
       box[0] = jax.block_until_ready(loops.draft(box[0], method.weights, method.config, self.plan.turns))
-      seconds = time.perf_counter() - start
-      if first:
-        seconds += self.verify_seconds(method, box, first) - self.verify_seconds(method, box, 0)
-      return max(seconds, 0.0)
+      return time.perf_counter() - start
 
     return run
-
-  def verify_seconds(self, method: runtime.Method, box: list[decode.DecodeState], first: int) -> float:
-    """Of the target's layers from ``first`` on over the method's chain, in a loop as long as the draft's."""
-    tree, implementation = method.config.drafter.tree, method.config.implementation
-    carry = jax.block_until_ready(loops.verify_carry(box[0], tree.num_nodes))
-    start = time.perf_counter()
-    carry = loops.verify(carry, method.weights, tree, implementation, first, self.plan.turns)
-    cache, _ = jax.block_until_ready(carry)
-    seconds = time.perf_counter() - start
-    box[0] = box[0].replace(cache=cache)
-    return seconds
 
   def catch_up(self, case: Case) -> dict[str, Any]:
     """Milliseconds a committed token that the drafter has not seen, 0 for one without a cache."""
@@ -278,7 +275,7 @@ class Calibration:
       return {"ms": 0.0, "samples_ms": []}
     block = self.methods[case.of].window + 1
     unseen = min(_BLOCKS, max(1, (case.live - 1) // block)) * block
-    cases = {"all seen": self.draft_case(case), f"{unseen} unseen": self.draft_case(case, unseen)}
+    cases = {"all seen": self.alone_case(case), f"{unseen} unseen": self.alone_case(case, unseen)}
     seen, late = self.bench.times(f"catch-up of {case.of}", cases).values()
     found = summary([(b - a) / unseen for a, b in zip(seen, late, strict=True)])
     return found | {"ms": max(found["ms"], 0.0), "unseen": unseen}
@@ -334,7 +331,7 @@ class Calibration:
     prompts = [encode(question) for question in self.asked]
     limit = runtime.length_limit(self.job, max(map(len, prompts)) + self.plan.tokens)
     # Where the prompts fit the buffers of the other cases, their prefill is compiled already.
-    limit = max(limit, self.plan.room)
+    limit = max(limit, self.room)
     method = runtime.make_method(self.job, drafter, limit)
     rows = []
     for prompt in tqdm.tqdm(prompts, desc=f"acceptance of {drafter}", unit="prompt", file=sys.stderr):

@@ -45,6 +45,7 @@ def table_of(rows: Sequence[Row], key: Mapping[str, Any], made: str) -> CostTabl
   batches, lives, nodes = (sorted({case[axis] for case in rounds}) for axis in range(3))
   at_first = lambda part: {of: row["ms"] for (_, _, of), row in by_part[part].items()}
   # A timed call has the host's share once, and so many rounds; noise must not leave less than half of it.
+  # A draft is a difference of two such calls.
   share = call["ms"] / call["turns"]
   alone = lambda row: max(row["ms"] - share, row["ms"] / 2)
   accept = {of: alone(row) for (_, _, of), row in by_part["accept"].items()}
@@ -55,7 +56,7 @@ def table_of(rows: Sequence[Row], key: Mapping[str, Any], made: str) -> CostTabl
     drafts[drafter] = {
       "nodes": one["nodes"],
       "depth": one["depth"],
-      "draft_ms": [[alone(found[batch, live]) for live in lives] for batch in batches],
+      "draft_ms": [[max(found[batch, live]["ms"], 0.0) for live in lives] for batch in batches],
       "catch_up_ms": catch_up,
       "head": one.get("head"),
     }

@@ -123,12 +123,6 @@ def verify_carry(state: DecodeState, nodes: int) -> tuple[Any, Array]:
   return state.cache, jnp.broadcast_to(state.tokens[:, :1], (state.tokens.shape[0], nodes)) + 0
 
 
-def start_layer(method: Method, state: DecodeState) -> int:
-  """The layer at which the method's proposals are verified from: those before it drafted."""
-  propose = lambda weights, state: decode.draft_step(weights, state, method.config)[0]
-  return jax.eval_shape(propose, method.weights, state).start_layer
-
-
 @functools.partial(jax.jit, static_argnames=("implementation", "first"), donate_argnums=0)
 def verify(
   carry: tuple[Any, Array],

@@ -19,8 +19,9 @@ from specjax.drafters import DRAFTERS, parse_drafter
 
 # What --drafter is without the flag, and what it stands for where speed counts.
 AUTO, CHOICE = "auto", "adaptive[of=prompt_lookup]"
-# Widths that a controller chooses from where a drafter is named alone: short, long, tree. 4 and 8 nodes: on a
-# CPU products of a few rows are fastest for multiples of 4 (lab book: 6 nodes cost more than 8).
+# Widths that a controller chooses from where a drafter is named alone: short, long, tree; of EAGLE and of
+# Medusa, whose long chains seldom hold, two trees. 4 and 8 nodes: on a CPU products of a few rows are fastest
+# for multiples of 4 (lab book: 6 nodes cost more than 8).
 WIDTHS = {
   "prompt_lookup": (
     "prompt_lookup[window=3]",
@@ -28,9 +29,9 @@ WIDTHS = {
     "prompt_lookup[matches=4,nodes=8,window=5]",
   ),
   "two_model": ("two_model[window=3]", "two_model[window=7]", "two_model[branching=(2,),window=3]"),
-  "eagle": ("eagle[window=3]", "eagle[window=7]", "eagle[nodes=8,beam=3,window=4]"),
-  "eagle3": ("eagle3[window=3]", "eagle3[window=7]", "eagle3[nodes=8,beam=3,window=4]"),
-  "medusa": ("medusa[window=3]", "medusa[tree=((0,),(1,),(2,),(0,0),(0,1),(1,0),(0,0,0))]"),
+  "eagle": ("eagle[window=3]", "eagle[nodes=4,beam=2,window=2]", "eagle[nodes=8,beam=3,window=4]"),
+  "eagle3": ("eagle3[window=3]", "eagle3[nodes=4,beam=2,window=2]", "eagle3[nodes=8,beam=3,window=4]"),
+  "medusa": ("medusa[tree=((0,),(1,),(0,0))]", "medusa[tree=((0,),(1,),(2,),(0,0),(0,1),(1,0),(0,0,0))]"),
   "block": ("block[window=3]", "block[nodes=8,beam=3,window=3]"),
   "self_speculation": ("self_speculation[window=3]", "self_speculation[window=7]"),
   "early_exit": ("early_exit[window=3]", "early_exit[window=7]"),
