@@ -93,8 +93,8 @@ class Run:
 
   @property
   def command(self) -> str:
-    """The script with the flags that are not at their defaults."""
-    given = [line for line in self.flag_lines if line not in _defaults()]
+    """The script with the flags that are not at their defaults; files by their names, wherever they lay."""
+    given = [_without_folders(line) for line in self.flag_lines if line not in _defaults()]
     return " ".join(["python -m", f"experiments.{self.info['script']}", *map(shlex.quote, given)])
 
   def flag(self, name: str) -> str | None:
@@ -254,3 +254,10 @@ def figures(
 def chains(runs: list[Run]) -> Iterator[Figures]:
   """Figures of every two-model chain, by category, then over all of them."""
   return figures(runs, _is_chain)
+
+
+def _without_folders(line: str) -> str:
+  """``--questions=/a/b.jsonl`` → ``--questions=b.jsonl``: another machine has other folders."""
+  name, equals, value = line.partition("=")
+  parts = (os.path.basename(part) if os.path.isabs(part) else part for part in value.split(","))
+  return name + equals + ",".join(parts)

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from experiments import ship_heads
+from experiments import run_files, ship_heads
 from specjax.checkpoints import package, shipped
 from tests.experiments.test_bad_flags import error_of
 from tests.experiments.test_paper_tables import bench_row, save_run
@@ -102,4 +102,7 @@ def test_the_recorded_table_names_the_best(home, tmp_path, capsys):
   assert table["best"] == "A" and table["versions"] == {"jax": "1"}
   assert table["methods"]["A"] == {"0": {"tau": 2.0, "speedup": 1.5}, "1": {"tau": 2.0, "speedup": 1.2}}
   assert table["methods"]["B"]["1"]["speedup"] == 0.8 and len(table["commands"]) == 2
+  folders = ["--questions=/a/b.jsonl", "--drafter_path=/a/x,/b/y,z", "--drafters=A,B[path=/c]"]
+  cut = ["--questions=b.jsonl", "--drafter_path=x,y,z", "--drafters=A,B[path=/c]"]
+  assert [run_files._without_folders(line) for line in folders] == cut
   assert "best: A" in capsys.readouterr().err
