@@ -389,7 +389,7 @@ def measure_all(
 
 def main(_: list[str]) -> None:
   plan = plan_from_flags()
-  asked = questions.from_flags()[: 4 if QUICK.value else None]
+  asked = questions.from_flags().questions[: 4 if QUICK.value else None]
   modules = [shared, questions, sys.modules[__name__]]
   kept = results.RunDirectory(shared.OUTPUT.value, "calibrate", modules) if shared.OUTPUT.value else None
   directory = kept

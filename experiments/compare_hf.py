@@ -229,13 +229,15 @@ def main(_: list[str]) -> None:
   check_flags()
   ours = our_methods()
   modes = their_modes(ours)
-  asked = questions.from_flags()[: _QUICK_QUESTIONS if QUICK.value else None]
+  file = questions.from_flags()
+  asked = file.questions[: _QUICK_QUESTIONS if QUICK.value else None]
   directory = results.RunDirectory(
     shared.OUTPUT.value, "compare_hf", [shared, questions, sys.modules[__name__]]
   )
   job = runtime.load_job(ours)
   bench = Bench(asked, directory, job, modes)
   if next(bench.pending(), None) is not None:
+    directory.update(questions=file.record)
     run(bench)
   show(directory)
 

@@ -356,10 +356,12 @@ def main(_: list[str]) -> None:
   if not shared.OUTPUT.value:
     raise ValueError("--output is empty; a run directory is needed, e.g. --output=runs/rules")
   plan = plan_from_flags()
-  asked = questions.from_flags()[: 3 if QUICK.value else None]
+  file = questions.from_flags()
+  asked = file.questions[: 3 if QUICK.value else None]
   modules = [shared, questions, sys.modules[__name__]]
   directory = results.RunDirectory(shared.OUTPUT.value, "rule_bench", modules)
   if directory.info.get("rows") != len(directory.rows):
+    directory.update(questions=file.record)
     judge_all(plan, asked, directory)
   rule_figures.show(directory.rows)
   if plots.can_draw():

@@ -223,7 +223,7 @@ def written(job: runtime.Job, asked: Sequence[questions.Question], most: int) ->
 def text_of(job: runtime.Job, plan: Plan) -> Batch:
   """All the text in packed rows."""
   if not DATA.value:
-    asked = questions.from_flags()[: _QUICK_QUESTIONS if QUICK.value else None]
+    asked = questions.from_flags().questions[: _QUICK_QUESTIONS if QUICK.value else None]
     source = written(job, asked, plan.tokens)
     chosen = list(range(len(source)))
   else:

@@ -179,7 +179,11 @@ def conversation(question: questions.Question, turn: int, answers: Sequence[str]
 
 
 def write_answers(path: str, rows: Sequence[dict[str, Any]], model: str) -> None:
-  """``answers/METHOD.jsonl`` in Spec-Bench's own layout, one line a question."""
+  """``answers/METHOD.jsonl`` in Spec-Bench's own layout, one line a question.
+
+  Its ``evaluation/speed.py`` reads them (``--file-path``: a method's, ``--base-path``: that of ``none``). It
+  counts plain decoding's tokens anew, from the text and without the first id, which it takes for a BOS token.
+  """
   folder = os.path.join(path, "answers")
   os.makedirs(folder, exist_ok=True)
   for method, answered in summary.by_method(rows).items():
@@ -215,7 +219,8 @@ def _answer(method: str, model: str, turns: Sequence[dict[str, Any]]) -> str:
 def main(_: list[str]) -> None:
   if not shared.OUTPUT.value:
     raise ValueError("--output is empty; a run directory is needed, e.g. --output=runs/first")
-  asked = questions.from_flags()
+  file = questions.from_flags()
+  asked = file.questions
   modules = [shared, questions, sys.modules[__name__]]
   directory = results.RunDirectory(shared.OUTPUT.value, "spec_bench", modules)
   job = runtime.load_job(drafter_names())
@@ -225,6 +230,7 @@ def main(_: list[str]) -> None:
     model=job.target.source,
     draft_model=job.draft.source if job.draft else None,
     dtype=shared.DTYPE.value,
+    questions=file.record,
     prompts_sha256=questions.digest(asked, bench.turns, job.chat),
     stop_ids=list(job.stop_ids),
     max_new_tokens=bench.budget,

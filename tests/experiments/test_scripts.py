@@ -1,5 +1,6 @@
 """The scripts end to end on tiny models: rows, resuming, comparing, one-line errors."""
 
+import hashlib
 import json
 import os
 import re
@@ -81,6 +82,20 @@ def test_p9_every_drafter_proposes(first):
   """Case P9."""
   for drafter in ("prompt_lookup", "two_model", "experiments.my_drafter:make"):
     assert sum(r["proposed"] for r in results.read_rows(first) if r["drafter"] == drafter) > 0
+
+
+def test_the_record_says_what_was_read(first, asked):
+  """Fails when a run does not say which file its questions are of."""
+  with open(asked, "rb") as file:
+    digest = hashlib.sha256(file.read()).hexdigest()
+  record = results.read_run(first)["questions"]
+  assert record == {
+    "file": "questions.jsonl",
+    "layout": "turns",
+    "sha256": digest,
+    "questions": 3,
+    "published": None,
+  }
 
 
 def test_o6_compiles_are_counted_and_none_is_timed(first):
@@ -278,13 +293,13 @@ def test_bad_questions_name_the_line(tmp_path, line, message):
 
 
 def test_shipped_and_plain_prompts(tmp_path):
-  shipped = questions.load_questions(questions.DEFAULT_FILE)
+  shipped = questions.load_questions(questions.DEFAULT_FILE).questions
   assert len(shipped) >= 10 and len({question.category for question in shipped}) >= 5
-  one_each = questions.load_questions(questions.DEFAULT_FILE, limit_per_category=1)
+  one_each = questions.load_questions(questions.DEFAULT_FILE, limit_per_category=1).questions
   assert len(one_each) == len({question.category for question in shipped})
   path = tmp_path / "prompts.jsonl"
   path.write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n')
-  assert [q.question_id for q in questions.load_questions(str(path))] == [1, 3]
+  assert [q.question_id for q in questions.load_questions(str(path)).questions] == [1, 3]
 
 
 @pytest.mark.parametrize("parts", (("floor",), pytest.param(decode_bench.PARTS, marks=pytest.mark.slow)))
