@@ -50,15 +50,15 @@ def flag_lines(modules: Sequence[Any]) -> dict[str, str]:
 
 
 def environment() -> dict[str, Any]:
-  """Commit, versions and device of this process."""
-  device = jax.devices()[0]
+  """Commit, versions and the devices of this process."""
+  device = jax.local_devices()[0]
   return {
     "commit": _commit(),
     "versions": {"python": platform.python_version()}
     | {name: importlib.metadata.version(name) for name in _PACKAGES},
     "platform": device.platform,
     "device_kind": device.device_kind,
-    "device_count": jax.device_count(),
+    "device_count": jax.local_device_count(),
     "cpu": _cpu_model(),
     "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
   }

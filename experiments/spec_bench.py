@@ -5,7 +5,8 @@
 Plain decoding (``none``) always runs as the baseline. Within a question the methods take turns of a few
 rounds, so that a machine whose speed drifts is the same for all of them. Everything is compiled before the
 timed part, and the number of programs compiled while timing is stored (0). Later turns continue the
-baseline's answer, so that all methods get the same prompts.
+baseline's answer, so that all methods get the same prompts. Several processes can share the questions, see
+`experiments.processes`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import tqdm
 from absl import flags
 
-from experiments import calibration, measure, predictions, questions, results, runtime, summary
+from experiments import calibration, measure, predictions, processes, questions, results, runtime, summary
 from experiments import flags as shared
 from experiments.footprint import footprint
 from specjax import options, text
@@ -47,10 +48,24 @@ def drafter_names() -> list[str]:
 
 
 class Bench:
-  """The run: models, methods, questions and the directory."""
+  """The run: models, methods, questions and the directory.
 
-  def __init__(self, asked: list[questions.Question], directory: results.RunDirectory, job: runtime.Job):
+  Args of the constructor:
+    asked: all questions: they say how long rows can get.
+    directory: where rows go.
+    job: what was loaded.
+    mine: those of the questions that are answered here; None is all.
+  """
+
+  def __init__(
+    self,
+    asked: list[questions.Question],
+    directory: results.RunDirectory,
+    job: runtime.Job,
+    mine: list[questions.Question] | None = None,
+  ):
     self.asked, self.directory, self.job = asked, directory, job
+    self.mine = asked if mine is None else mine
     self.turns = None if TURNS.value == "all" else 1
     self.batch, self.budget = shared.BATCH_SIZE.value, shared.MAX_NEW_TOKENS.value
     if self.turns != 1 and not job.chat and any(len(question.turns) > 1 for question in asked):
@@ -104,8 +119,8 @@ class Bench:
 
   def pending(self) -> Iterator[tuple[list[questions.Question], int, list[runtime.Method]]]:
     """Groups of up to a batch of questions, the turn, and the methods whose rows are not all there."""
-    for start in range(0, len(self.asked), self.batch):
-      group = self.asked[start : start + self.batch]
+    for start in range(0, len(self.mine), self.batch):
+      group = self.mine[start : start + self.batch]
       for turn in range(max(len(question.turns[: self.turns]) for question in group)):
         asked = [question for question in group if turn < len(question.turns)]
         done = {(row["question_id"], row["turn"], row["drafter"]) for row in self.directory.rows}
@@ -221,11 +236,13 @@ def main(_: list[str]) -> None:
     raise ValueError("--output is empty; a run directory is needed, e.g. --output=runs/first")
   file = questions.from_flags()
   asked = file.questions
+  everyone = processes.join()
+  mine = everyone.share(asked)
   modules = [shared, questions, sys.modules[__name__]]
-  directory = results.RunDirectory(shared.OUTPUT.value, "spec_bench", modules)
+  directory = results.RunDirectory(everyone.directory(shared.OUTPUT.value), "spec_bench", modules)
   job = runtime.load_job(drafter_names())
   table = calibration.load(runtime.calibration_key(job))
-  bench = Bench(asked, directory, job)
+  bench = Bench(asked, directory, job, mine)
   directory.update(
     model=job.target.source,
     draft_model=job.draft.source if job.draft else None,
@@ -242,7 +259,7 @@ def main(_: list[str]) -> None:
     compile_s = bench.compile()
     before = measure.compile_count()
     bench.warm_up()
-    total = sum(len(question.turns[: bench.turns]) for question in asked) * len(bench.methods)
+    total = sum(len(question.turns[: bench.turns]) for question in mine) * len(bench.methods)
     with tqdm.tqdm(total=total, initial=len(directory.rows), unit="row", file=sys.stderr) as bar:
       for group, turn, methods in bench.pending():
         bench.answer(group, turn, methods)
@@ -254,6 +271,12 @@ def main(_: list[str]) -> None:
       peak_memory_bytes=measure.peak_memory(),
       differences=bench.differences,
     )
+  parts = everyone.gather(processes.part(directory))
+  if not everyone.is_first:
+    return
+  if everyone.count > 1:
+    directory = results.RunDirectory(shared.OUTPUT.value, "spec_bench", modules)
+    processes.merge(directory, parts, [question.question_id for question in asked])
   write_answers(directory.path, directory.rows, job.target.source)
   show(directory, table)
 

@@ -41,7 +41,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def make_mesh(text: str) -> Mesh | None:
-  """A mesh over the first devices, from the text of `parse_mesh`; None for an empty text.
+  """A mesh over the first devices of this process, from the text of `parse_mesh`; None for an empty text.
 
   Raises:
     ValueError: also when there are too few devices.
@@ -50,11 +50,12 @@ def make_mesh(text: str) -> Mesh | None:
   if not sizes:
     return None
   count = math.prod(sizes.values())
-  if count > jax.device_count():
-    raise ValueError(f"mesh = {text!r} needs {count} devices; there are {jax.device_count()}")
+  devices = jax.local_devices()
+  if count > len(devices):
+    raise ValueError(f"mesh = {text!r} needs {count} devices; there are {len(devices)}")
   # Auto axes: the compiler places what the parameters' and the state's shardings leave open.
   auto = (AxisType.Auto,) * len(sizes)
-  return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=auto, devices=jax.devices()[:count])
+  return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=auto, devices=devices[:count])
 
 
 def _spec(path: tuple, leaf, model_size: int, config) -> PartitionSpec:
