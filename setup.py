@@ -25,7 +25,7 @@ setuptools.setup(
   license="Apache-2.0",
   packages=setuptools.find_packages(include=["specjax", "specjax.*", "experiments", "experiments.*"]),
   package_data={
-    "experiments": ["*.jsonl"],
+    "experiments": ["*.jsonl", "*.ipynb"],
     "specjax.checkpoints": ["shipped/**/*"],
     "specjax.kernels.tree_attention": ["tiles/*.json"],
     "specjax.training": ["openings.txt"],
@@ -69,6 +69,8 @@ setuptools.setup(
     # and, for machines without a CUDA toolkit, ptxas with the device library.
     "kernels": ["jax[tpu,cuda13-local]", "nvidia-cuda-nvcc>=13.0.48", "nvidia-nvvm>=13.0.48"],
     "plot": ["matplotlib>=3.11"],
+    # `python -m tests.notebook --here` executes the notebook in an environment that is there.
+    "notebook": ["ipykernel>=7.4", "matplotlib>=3.11", "nbclient>=0.11", "nbformat>=5.11"],
     # `experiments.train_drafter --tensorboard`: clu writes with TensorFlow.
     "tensorboard": ["clu>=0.0.12", "tensorflow-cpu>=2.21"],
   },
