@@ -11,6 +11,7 @@ from tests.mutants import (
   heads,
   http,
   own_layers,
+  peers,
   processing,
   rules,
   serving,
@@ -33,4 +34,5 @@ MUTANTS: tuple[Mutant, ...] = (
   *engine.MUTANTS,
   *tables.MUTANTS,
   *http.MUTANTS,
+  *peers.MUTANTS,
 )
