@@ -188,7 +188,7 @@ def _is_rule(text: str) -> bool:
 
 
 def logit_bias(parts: Sequence[str]) -> dict[int, float]:
-  """``["7:-100", "9:1.5"]`` → a mapping, checked as `Settings.create` does.
+  """``["7:-100", "9:1.5"]`` → a mapping, checked as `Settings.on_host` does.
 
   Raises:
     ValueError: something else.
@@ -202,7 +202,7 @@ def logit_bias(parts: Sequence[str]) -> dict[int, float]:
       raise ValueError(f"logit_bias holds {part!r}; it must be id:value, e.g. 7:-100") from None
   if len(bias) < len(parts):
     raise ValueError(f"logit_bias = {','.join(parts)} names an id twice")
-  Settings.create(1, logit_bias=bias)
+  Settings.on_host(1, logit_bias=bias)  # no device yet: several processes must first join
   return bias
 
 
