@@ -323,20 +323,21 @@ def method_table(rows: Sequence[Row]) -> list[list[str | None]]:
 
 
 def verdicts(rows: Sequence[Row]) -> list[str]:
-  """Plain against plain, and the best speculative method against transformers' plain and its best mode."""
+  """Plain against plain, and the best method here against transformers' plain and its best of each kind."""
   methods, lines = answered_by_all(rows), []
   for what, rate in RATES.items():
     speed = {name: rate(mine) for name, mine in methods.items()}
     ratio = lambda ours, theirs, speed=speed: f"{results.ratio(speed[ours], speed[theirs]):.2f} x"
     lines.append(f"{what}: specjax plain is {ratio(BASELINE, PEER_PLAIN)} transformers plain")
     ours = [name for name in speed if not name.startswith(PEER) and name != BASELINE]
-    theirs = [name for name in speed if name.startswith(PEER) and name != PEER_PLAIN]
     if ours:
       best = max(ours, key=speed.__getitem__)
       lines[-1] += f"; {best} is {ratio(best, PEER_PLAIN)} transformers plain"
-      if theirs:
-        peer = max(theirs, key=speed.__getitem__)
-        lines[-1] += f" and {ratio(best, peer)} its best other mode, {peer.removeprefix(PEER)}"
+      for kind in ("prompt_lookup", "assisted"):
+        theirs = [name for name in speed if name.startswith(PEER + kind)]
+        if theirs:
+          peer = max(theirs, key=speed.__getitem__)
+          lines[-1] += f", {ratio(best, peer)} its {peer.removeprefix(PEER)}"
   return lines
 
 

@@ -42,6 +42,7 @@ ROWS = [
   row(1, "transformers:plain", 10, 10, 1, 2.0, 2.0),
   row(1, "transformers:prompt_lookup", 10, 6, 4, 2.0, 1.0),
   row(1, "transformers:assisted", 10, 5, 3, 1.0, 2.0, [7] * 10),
+  row(1, "transformers:assisted[tokens=4]", 10, 5, 1, 3.0, 2.0),
   row(2, "none", 4, 4, 0, 1.0, 9.0),  # not answered by the others: left out
 ]
 
@@ -60,13 +61,15 @@ def test_rates_leave_out_what_came_with_the_prompt():
 
 
 def test_the_best_of_each_side_is_compared():
-  """Which is best is asked for each rate. Fails when plain decoding or the other side's plain is taken."""
+  """Which is best is asked for each rate and kind. Fails when a plain one, or not the best, is taken."""
   decode, whole = compare_hf.verdicts(ROWS)
   assert decode == (
     f"decode only: specjax plain is {10 / 4.5:.2f} x transformers plain; prompt_lookup is {20 / 4.5:.2f} x "
-    f"transformers plain and {20 / 6:.2f} x its best other mode, prompt_lookup"
+    f"transformers plain, {20 / 6:.2f} x its prompt_lookup, {20 / 4.5:.2f} x its assisted[tokens=4]"
   )
-  assert "two_model is 5.00 x transformers plain and 3.75 x its best other mode" in whole
+  assert whole.endswith(
+    "two_model is 5.00 x transformers plain, 3.75 x its prompt_lookup, 3.75 x its assisted"
+  )
 
 
 def test_modes_have_transformers_defaults():
@@ -203,7 +206,7 @@ def test_both_sides_say_the_same(models, asked, tmp_path, capsys):
     assert tokens > rounds if drafted else "lookup" in method or tokens == rounds
     assert all(r["first_tokens"] >= method.startswith("transformers") for r in mine)
   out = capsys.readouterr().out
-  assert "3 of 3" in out and "0 of 3" not in out and "its best other mode" in out
+  assert "3 of 3" in out and "0 of 3" not in out and "x its assisted" in out
   # --quick asks less.
   assert run_script(compare_hf, *given, f"--output={tmp_path / 'quick'}", "--ours=two_model", "--quick") == 0
   rows = results.read_rows(str(tmp_path / "quick"))

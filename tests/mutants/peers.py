@@ -26,7 +26,7 @@ MUTANTS = (
     "the best peer is its plain one",
     "what specjax gains over assisted generation is overstated",
     COMPARE,
-    "if name.startswith(PEER) and name != PEER_PLAIN]",
+    "if name.startswith(PEER + kind)]",
     "if name == PEER_PLAIN]",
     (f"{COMPARE_TESTS}::test_the_best_of_each_side_is_compared",),
   ),
