@@ -138,11 +138,11 @@ def test_footprints_by_hand(models, folders):
 
 
 def test_dynamic_trees_are_deterministic_at_any_temperature(models, folders):
-  """The other widths sample, and one rule takes both. Fails when the tree is given the chains' policy."""
+  """The chain samples, and one rule takes both. Fails when the tree is given the chains' policy."""
   with parsed(*flags_of(models, folders, "eagle3"), "--temperature=0.8"):
     job = runtime.load_job(["adaptive[of=eagle3]"])
     method = runtime.make_method(job, "adaptive[of=eagle3]", 128)
-  assert [d.policy for d in method.config.drafters] == ["sample", "sample", "top_k"]
+  assert [d.policy for d in method.config.drafters] == ["sample", "top_k", "top_k"]
   assert method.config.rule.name == "traversal_verification"
 
 
